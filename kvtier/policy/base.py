@@ -1,0 +1,42 @@
+"""The contract of an eviction policy: the order in which blocks leave one tier.
+
+A policy knows keys and stamps. It knows nothing of bytes, pins, tiers, clocks or I/O. The store
+makes the stamps so that a chain leaves tail first: larger means more recently used, and within one
+request an ancestor's stamp is larger than its descendants'. Every implementation passes
+tests/contract/test_policy.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+from kvtier.types import BlockHash
+
+
+class EvictionPolicy(ABC):
+    """Orders the resident blocks of one tier. Not thread-safe; the event loop owns it."""
+
+    @abstractmethod
+    def insert(self, key: BlockHash, stamp: int) -> None:
+        """Add a key that is not resident. The caller never inserts twice."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[BlockHash], stamps: Sequence[int]) -> None:
+        """Note a use of resident keys. The caller passes resident keys only."""
+
+    @abstractmethod
+    def remove(self, key: BlockHash) -> None:
+        """Forget a resident key, evicted or dropped."""
+
+    @abstractmethod
+    def coldest(self) -> Iterator[BlockHash]:
+        """Yield resident keys in the order in which they should leave.
+
+        The caller may remove() a key after it was yielded, and may stop early; it must close the
+        iterator (exhaust it, or contextlib.closing) before any other call but remove().
+        """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Resident keys."""
