@@ -9,28 +9,29 @@ tests/contract/test_policy.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Generic, TypeVar
 
-from kvtier.types import BlockHash
+Key = TypeVar("Key", bound=Hashable)
 
 
-class EvictionPolicy(ABC):
+class EvictionPolicy(ABC, Generic[Key]):
     """Orders the resident blocks of one tier. Not thread-safe; the event loop owns it."""
 
     @abstractmethod
-    def insert(self, key: BlockHash, stamp: int) -> None:
+    def insert(self, key: Key, stamp: int) -> None:
         """Add a key that is not resident. The caller never inserts twice."""
 
     @abstractmethod
-    def touch(self, keys: Sequence[BlockHash], stamps: Sequence[int]) -> None:
-        """Note a use of resident keys. The caller passes resident keys only."""
+    def touch(self, keys: Sequence[Key], stamps: Sequence[int]) -> None:
+        """Note a use of resident keys. The caller passes resident keys only; stamps never fall."""
 
     @abstractmethod
-    def remove(self, key: BlockHash) -> None:
+    def remove(self, key: Key) -> None:
         """Forget a resident key, evicted or dropped."""
 
     @abstractmethod
-    def coldest(self) -> Iterator[BlockHash]:
+    def coldest(self) -> Iterator[Key]:
         """Yield resident keys in the order in which they should leave.
 
         The caller may remove() a key after it was yielded, and may stop early; it must close the

@@ -1,67 +1,72 @@
 """Least recently used, exactly, without moving anything on a touch.
 
-The heap holds one entry a key with the stamp known when it was pushed; a touch only overwrites the
+The heap holds an entry a key with the stamp known when it was pushed; a touch only overwrites the
 key's stamp in a dict, in C for a whole chain. An entry whose stamp is out of date is pushed again
 when it surfaces, so the heap's minimum is the true minimum whenever its entry is current: stamps
-only grow.
+never fall.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from itertools import count
 
-from kvtier.policy.base import EvictionPolicy
-from kvtier.types import BlockHash
+from kvtier.policy.base import EvictionPolicy, Key
 
 _SLACK = 64
 
 
-class Lru(EvictionPolicy):
-    """Smallest stamp leaves first. insert and touch are O(1), coldest O(log n) a key."""
+class Lru(EvictionPolicy[Key]):
+    """Smallest stamp leaves first, the earlier inserted of two equal ones.
+
+    insert and coldest are O(log n) a key, touch and remove O(1).
+    """
 
     def __init__(self) -> None:
-        self._stamp: dict[BlockHash, int] = {}
-        self._heap: list[tuple[int, BlockHash]] = []
+        # A key's (stamp, serial); the serial makes a re-inserted key's old heap entry stale.
+        self._stamp: dict[Key, int] = {}
+        self._serial: dict[Key, int] = {}
+        self._heap: list[tuple[int, int, Key]] = []
+        self._next_serial = count()
 
-    def insert(self, key: BlockHash, stamp: int) -> None:
+    def insert(self, key: Key, stamp: int) -> None:
         assert key not in self._stamp, "inserted twice"
+        serial = next(self._next_serial)
         self._stamp[key] = stamp
-        heapq.heappush(self._heap, (stamp, key))
+        self._serial[key] = serial
+        heapq.heappush(self._heap, (stamp, serial, key))
         if len(self._heap) > 2 * len(self._stamp) + _SLACK:
             self._rebuild()
 
-    def touch(self, keys: Sequence[BlockHash], stamps: Sequence[int]) -> None:
+    def touch(self, keys: Sequence[Key], stamps: Sequence[int]) -> None:
         self._stamp.update(zip(keys, stamps, strict=True))
 
-    def remove(self, key: BlockHash) -> None:
+    def remove(self, key: Key) -> None:
         del self._stamp[key]  # Its heap entry is discarded when it surfaces.
+        del self._serial[key]
 
-    def coldest(self) -> Iterator[BlockHash]:
-        heap, stamps = self._heap, self._stamp
-        passed: list[tuple[int, BlockHash]] = []
-        last: tuple[int, BlockHash] | None = None
+    def coldest(self) -> Iterator[Key]:
+        heap = self._heap
+        passed: list[tuple[int, int, Key]] = []
         try:
             while heap:
-                recorded, key = entry = heap[0]
-                stamp = stamps.get(key)
-                if stamp is None or entry == last:
-                    # Removed, or a second entry left by remove + insert of the same key.
+                recorded, serial, key = heap[0]
+                if self._serial.get(key) != serial:
                     heapq.heappop(heap)
-                elif stamp != recorded:
-                    heapq.heapreplace(heap, (stamp, key))
+                elif (stamp := self._stamp[key]) != recorded:
+                    heapq.heapreplace(heap, (stamp, serial, key))
                 else:
-                    last = heapq.heappop(heap)
-                    passed.append(last)
+                    passed.append(heapq.heappop(heap))
                     yield key
         finally:
             for entry in passed:
-                if entry[1] in stamps:
+                if self._serial.get(entry[2]) == entry[1]:
                     heapq.heappush(heap, entry)
 
     def __len__(self) -> int:
         return len(self._stamp)
 
     def _rebuild(self) -> None:
-        self._heap = [(stamp, key) for key, stamp in self._stamp.items()]
+        self._heap = [(stamp, self._serial[key], key) for key, stamp in self._stamp.items()]
         heapq.heapify(self._heap)

@@ -1,0 +1,197 @@
+"""What is known of every block: its place in its chain, and its copies on the tiers.
+
+A Block is a node of a chain and outlives its copies while it has children, so a chain with a hole
+stays a chain. A copy in the host tier is an object of its own, because a lease must keep a copy
+that was dropped meanwhile. Nothing here decides; store.py does.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvtier.extents import Extent
+from kvtier.types import BlockHash, Loss, NamespaceDigest, NamespaceSpec
+
+STAMP_STRIDE = 1 << 24
+"""Stamps between two touches; a chain is shorter than this."""
+
+
+class HostState(enum.Enum):
+    """WRITING: a client fills it. LOADING: the mover fills it. READY: anyone may read it."""
+
+    WRITING = enum.auto()
+    LOADING = enum.auto()
+    READY = enum.auto()
+
+
+class SsdState(enum.Enum):
+    """WRITING: a write job is on its way. STORED: committed, so it survives kill -9."""
+
+    ABSENT = enum.auto()
+    WRITING = enum.auto()
+    STORED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class HostCopy:
+    """A block's bytes in the arena.
+
+    Attributes:
+        pins: Leases and jobs that use the extent; above zero it stays what it is.
+    """
+
+    block: Block
+    extent: Extent
+    state: HostState
+    loss: Loss
+    pins: int = 0
+
+    @property
+    def current(self) -> bool:
+        """False once the block was dropped or its load failed: only leases still know the copy."""
+        return self.block.host is self
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One block of one namespace generation.
+
+    Attributes:
+        parent: The block before it; None for a first block.
+        depth: Blocks before it.
+        stamp: Recency, the same for all tiers (policy/base.py).
+        allowed_loss: What its storing client lets lossy codecs do to it.
+        ssd_job: The write job whose completion counts; others are out of date.
+        children: Linked blocks that have this one as parent.
+        linked: In its namespace's table, or on its way out of a retired one.
+    """
+
+    hash: BlockHash
+    namespace: Namespace
+    parent: Block | None
+    depth: int
+    stamp: int
+    allowed_loss: Loss = Loss.EXACT
+    host: HostCopy | None = None
+    ssd: SsdState = SsdState.ABSENT
+    ssd_bytes: int = 0
+    ssd_loss: Loss = Loss.EXACT
+    ssd_job: int = 0
+    children: int = 0
+    linked: bool = True
+
+    def hit(self, allowed_loss: Loss) -> bool:
+        """True if some copy can serve a request that allows this loss."""
+        copy = self.host
+        if copy is not None and copy.state is not HostState.WRITING and copy.loss <= allowed_loss:
+            return True
+        return self.ssd is SsdState.STORED and self.ssd_loss <= allowed_loss
+
+    @property
+    def held(self) -> bool:
+        """True if some tier has a copy, or is getting one."""
+        return self.host is not None or self.ssd is not SsdState.ABSENT
+
+
+@dataclass(slots=True, eq=False)
+class Namespace:
+    """One namespace and the blocks of its current generation.
+
+    Attributes:
+        size_bytes: Bytes of one block.
+        remembered: The SSD tier has it, or has a job to.
+    """
+
+    digest: NamespaceDigest
+    spec: NamespaceSpec
+    generation: int
+    size_bytes: int
+    blocks: dict[BlockHash, Block] = field(default_factory=dict)
+    remembered: bool = False
+
+
+class BlockIndex:
+    """All namespaces and their blocks."""
+
+    def __init__(self) -> None:
+        self.namespaces: dict[NamespaceDigest, Namespace] = {}
+        self._retired: list[dict[BlockHash, Block]] = []
+
+    def open(
+        self, digest: NamespaceDigest, spec: NamespaceSpec, generation: int = 0
+    ) -> Namespace:
+        """Make a namespace known. The caller has checked that it is new."""
+        namespace = Namespace(digest, spec, generation, spec.block_bytes)
+        self.namespaces[digest] = namespace
+        return namespace
+
+    def add(
+        self, namespace: Namespace, key: BlockHash, parent: Block | None, stamp: int
+    ) -> Block:
+        """Link a new block behind `parent`."""
+        assert key not in namespace.blocks, "added twice"
+        depth = 0 if parent is None else parent.depth + 1
+        block = Block(key, namespace, parent, depth, stamp)
+        namespace.blocks[key] = block
+        if parent is not None:
+            parent.children += 1
+        return block
+
+    def prune(self, block: Block | None) -> None:
+        """Unlink a block that has neither copy nor children, and so on up its chain."""
+        while block is not None and block.linked and not block.held and not block.children:
+            block.linked = False
+            if block.namespace.blocks.get(block.hash) is block:
+                del block.namespace.blocks[block.hash]
+            block = block.parent
+            if block is not None:
+                block.children -= 1
+
+    def retire(self, namespace: Namespace) -> None:
+        """Move a namespace's generation on, in O(1): nothing stored before is found again."""
+        namespace.generation += 1
+        if namespace.blocks:
+            self._retired.append(namespace.blocks)
+            namespace.blocks = {}
+
+    def retired(self, limit: int) -> Iterator[Block]:
+        """Yield up to `limit` blocks of retired generations, each once, for their copies to go."""
+        for _ in range(limit):
+            while self._retired and not self._retired[-1]:
+                self._retired.pop()
+            if not self._retired:
+                return
+            yield self._retired[-1].popitem()[1]
+
+    @property
+    def has_retired(self) -> bool:
+        """True while retired() has something to yield."""
+        return any(self._retired)
+
+    def chain(self, tail: Block) -> list[Block]:
+        """The blocks from the tail up to the first."""
+        blocks = [tail]
+        while (parent := blocks[-1].parent) is not None:
+            blocks.append(parent)
+        return blocks
+
+    def check_integrity(self) -> None:
+        """Assert what must hold between any two calls of the store."""
+        children: dict[int, int] = {}
+        for namespace in self.namespaces.values():
+            for key, block in namespace.blocks.items():
+                assert block.hash == key
+                assert block.linked, "an unlinked block is in a table"
+                assert block.held or block.children, "a dead block was not pruned"
+                if block.host is not None:
+                    assert block.host.block is block
+                if block.parent is not None:
+                    assert block.depth == block.parent.depth + 1
+                    assert block.parent.linked
+                    children[id(block.parent)] = children.get(id(block.parent), 0) + 1
+        if not self._retired:
+            for namespace in self.namespaces.values():
+                for block in namespace.blocks.values():
+                    assert block.children == children.get(id(block), 0), "children miscounted"
