@@ -1,0 +1,203 @@
+"""The only module that knows kvtier: what the engine loads from it and stores into it.
+
+Blocks go between the engine's pages and the daemon through the kvtier client, one memcpy each.
+The client turns every failure into a miss, so nothing here can fail a request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine_adapter.mla.config import ModelConfig, RopeConfig
+from engine_adapter.mla.paged_cache import PAGE_TOKENS, PagedCache
+from kvtier.hashing import block_hashes, namespace_digest, root_hash, weights_revision
+from kvtier.types import BlockHash, Component, NamespaceSpec, RopeSpec, Tier
+
+Buffer = npt.NDArray[np.uint8]
+
+
+class Loaded(Protocol):
+    """What a get() copied: the longest cached prefix, and where it came from."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Leading destinations that hold their block; later ones are undefined."""
+
+    @property
+    def blocks_by_tier(self) -> Mapping[Tier, int]:
+        """Of these, how many came from each tier."""
+
+
+class BlockClient(Protocol):
+    """The calls of kvtier.client.Client that the engine makes. None of them raises."""
+
+    def get(
+        self,
+        spec: NamespaceSpec,
+        hashes: Sequence[BlockHash],
+        destinations: Sequence[Buffer],
+    ) -> Loaded:
+        """Copy the longest cached prefix of `hashes` into the destinations."""
+
+    def put(
+        self,
+        spec: NamespaceSpec,
+        parent: BlockHash | None,
+        hashes: Sequence[BlockHash],
+        sources: Sequence[Buffer],
+    ) -> int:
+        """Store blocks that follow `parent` (None: the first block); how many are now present."""
+
+    def finish(self, spec: NamespaceSpec, tail: BlockHash) -> None:
+        """The request whose last block is `tail` is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCache:
+    """A client, and with whom its blocks are shared. Give one to MlaEngine.
+
+    Attributes:
+        client: kvtier.client.Client, or a stand-in.
+        tenant: Blocks are shared only within a tenant; part of the namespace.
+        lora_digest: Content digest of the adapter merged into the weights, if any.
+        cache_salt: Blocks are shared only between equal salts.
+    """
+
+    client: BlockClient
+    tenant: str = ""
+    lora_digest: bytes = b""
+    cache_salt: bytes = b""
+
+    def open(self, spec: NamespaceSpec) -> PrefixNamespace:
+        """The cache of one model."""
+        root = root_hash(
+            namespace_digest(spec), lora_digest=self.lora_digest, cache_salt=self.cache_salt
+        )
+        return PrefixNamespace(self.client, spec, root)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixNamespace:
+    """The cached blocks of one model."""
+
+    client: BlockClient
+    spec: NamespaceSpec
+    root: BlockHash
+
+
+class SequenceBlocks:
+    """The blocks of one request, from its lookup to its end.
+
+    Args:
+        namespace: Whose blocks.
+        cache: The engine's pages.
+        pages: The request's pages, enough for its prompt and answer.
+        prompt: Its token ids; hashed once, here.
+    """
+
+    def __init__(
+        self,
+        namespace: PrefixNamespace,
+        cache: PagedCache,
+        pages: Sequence[int],
+        prompt: Sequence[int],
+    ) -> None:
+        self._namespace = namespace
+        self._cache = cache
+        self._pages = pages
+        self._hashes = block_hashes(namespace.root, prompt, PAGE_TOKENS)
+        self._offered = 0
+
+    def load(self, prompt_tokens: int) -> dict[str, int]:
+        """Copy the longest cached prefix into the pages, leaving at least one token to compute.
+
+        Returns:
+            Tokens loaded, by tier.
+        """
+        wanted = self._hashes[: (prompt_tokens - 1) // PAGE_TOKENS]
+        if not wanted:
+            return {}
+        destinations = [self._cache.page_bytes(page) for page in self._pages[: len(wanted)]]
+        loaded = self._namespace.client.get(self._namespace.spec, wanted, destinations)
+        self._offered = loaded.num_blocks
+        return {
+            tier.value: blocks * PAGE_TOKENS
+            for tier, blocks in loaded.blocks_by_tier.items()
+            if blocks
+        }
+
+    def store(self, token_ids: Sequence[int], computed: int) -> None:
+        """Offer the blocks that became full since the last call, in one put.
+
+        A block that kvtier refuses is not offered again: it is full or out of reach, and asking
+        at every step would cost more than the block is worth.
+
+        Args:
+            token_ids: Prompt and answer so far.
+            computed: How many of them have their records in the pages.
+        """
+        full = computed // PAGE_TOKENS
+        if full <= self._offered:
+            return
+        self._extend_hashes(token_ids, full)
+        parent = self._hashes[self._offered - 1] if self._offered else None
+        fresh = slice(self._offered, full)
+        sources = [self._cache.page_bytes(page) for page in self._pages[fresh]]
+        self._namespace.client.put(self._namespace.spec, parent, self._hashes[fresh], sources)
+        self._offered = full
+
+    def finish(self) -> None:
+        """The request is over; its chain was used just now."""
+        if self._offered:
+            self._namespace.client.finish(self._namespace.spec, self._hashes[self._offered - 1])
+
+    def _extend_hashes(self, token_ids: Sequence[int], blocks: int) -> None:
+        """Hash the blocks of the answer, each of which has the one before as its parent."""
+        known = len(self._hashes)
+        if known < blocks:
+            parent = self._hashes[-1] if known else self._namespace.root
+            tokens = token_ids[known * PAGE_TOKENS : blocks * PAGE_TOKENS]
+            self._hashes += block_hashes(parent, tokens, PAGE_TOKENS)
+
+
+def namespace_spec(
+    config: ModelConfig, weight_files: Sequence[Path], dtype: torch.dtype, tenant: str = ""
+) -> NamespaceSpec:
+    """What must be equal for two engines to share blocks.
+
+    Reads the weight files on a host's first call (kvtier.hashing.weights_revision remembers).
+
+    Args:
+        config: The model.
+        weight_files: Its safetensors; their content is the weights' revision.
+        dtype: Of the cache and of all computing.
+        tenant: See PrefixCache.
+
+    Raises:
+        OSError: a weight file can't be read.
+    """
+    shape = (config.layers, PAGE_TOKENS, config.record_width)
+    return NamespaceSpec(
+        model_id=config.name,
+        weights_revision=weights_revision(weight_files),
+        components=(Component("latent_rope", str(dtype).removeprefix("torch."), shape),),
+        rope=RopeSpec("interleaved", config.rope_width, _rope_parameters(config.rope)),
+        block_tokens=PAGE_TOKENS,
+        tenant=tenant,
+    )
+
+
+def _rope_parameters(rope: RopeConfig) -> tuple[tuple[str, str], ...]:
+    parameters: dict[str, object] = {"rope_type": "default", "theta": rope.theta}
+    if rope.yarn is not None:
+        parameters |= {"rope_type": "yarn", **dataclasses.asdict(rope.yarn)}
+    return tuple(sorted((name, json.dumps(value)) for name, value in parameters.items()))
