@@ -57,7 +57,7 @@ NO_EPOCH = bytes(EPOCH_BYTES)
 class WriteRecord(NamedTuple):
     """An extent that some process may be writing into."""
 
-    index: int
+    number: int
     extent: Extent
     epoch: bytes
     group: GroupId
@@ -123,27 +123,27 @@ class ControlPage:
 
     def record_write(self, record: WriteRecord) -> None:
         """Remember an extent that a client is about to write; survives the daemon."""
-        row = self._records[record.index]
+        row = self._records[record.number]
         row[0] = record.extent.offset_bytes
         row[2:4] = np.frombuffer(record.epoch, dtype="<u8")
         row[4:6] = np.frombuffer(record.group, dtype="<u8")
         row[1] = record.extent.size_bytes  # Last: a size makes the record count.
 
-    def clear_write(self, index: int) -> None:
+    def clear_write(self, number: int) -> None:
         """Forget a write record."""
-        self._records[index, 1] = 0
+        self._records[number, 1] = 0
 
     def open_writes(self) -> list[WriteRecord]:
         """The records that count, as a former daemon left them."""
         return [
             WriteRecord(
-                index=int(index),
+                number=int(number),
                 extent=Extent(int(row[0]), int(row[1])),
                 epoch=row[2:4].tobytes(),
                 group=GroupId(row[4:6].tobytes()),
             )
-            for index in np.flatnonzero(self._records[:, 1])
-            for row in (self._records[index],)
+            for number in np.flatnonzero(self._records[:, 1])
+            for row in (self._records[number],)
         ]
 
 
@@ -210,7 +210,7 @@ class ClientLock:
 
 
 def live_owners(lock_dir: Path) -> set[tuple[bytes, GroupId]]:
-    """(epoch, group) pairs of which some process still holds a lock; dead ones' files are removed."""
+    """(epoch, group) pairs of which some process holds a lock; dead ones' files are removed."""
     alive: set[tuple[bytes, GroupId]] = set()
     for path in lock_dir.iterdir():
         try:

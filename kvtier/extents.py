@@ -1,7 +1,7 @@
 """Who owns which bytes of a fixed range: an allocator of contiguous, aligned extents.
 
-Accounting only, no memory: the host arena and tests use it alike. Free neighbours are always merged,
-so one free extent never touches another.
+Accounting only, no memory: the host arena and tests use it alike. Free neighbours are always
+merged, so one free extent never touches another.
 """
 
 from __future__ import annotations

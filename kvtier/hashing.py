@@ -4,8 +4,8 @@ Every function is pure: equal inputs give equal bytes in every process and on ev
 whatever PYTHONHASHSEED says. Golden vectors in tests/unit/test_hashing.py are the format.
 
     namespace digest = sha256("kvtier.namespace.v1\\n" || canonical JSON of the spec)
-    root             = sha256("kvtier.root.v1\\n" || lp(namespace digest) || lp(LoRA digest) || lp(salt))
-    block hash       = sha256(parent || token ids, u32 little-endian || lp(extra key) ...)
+    root = sha256("kvtier.root.v1\\n" || lp(namespace digest) || lp(LoRA digest) || lp(salt))
+    block hash = sha256(parent || token ids, u32 little-endian || lp(extra key) ...)
 
 lp(x) is x behind its length as u32 little-endian, so no two inputs share an encoding. The token
 part needs no length: a block has exactly `block_tokens` ids, and that number is in the namespace.
@@ -50,9 +50,7 @@ def canonical_spec(spec: NamespaceSpec) -> bytes:
 
 def namespace_digest(spec: NamespaceSpec) -> NamespaceDigest:
     """32 bytes that name `spec`."""
-    return NamespaceDigest(
-        hashlib.sha256(b"kvtier.namespace.v1\n" + canonical_spec(spec)).digest()
-    )
+    return NamespaceDigest(hashlib.sha256(b"kvtier.namespace.v1\n" + canonical_spec(spec)).digest())
 
 
 def _length_prefixed(value: bytes) -> bytes:
@@ -136,21 +134,19 @@ def split_hashes(packed: bytes) -> list[BlockHash]:
         raise InvalidRequest(
             f"hashes: {len(packed)} bytes is not a multiple of {HASH_BYTES} (sha256)"
         )
-    return [
-        BlockHash(packed[at : at + HASH_BYTES]) for at in range(0, len(packed), HASH_BYTES)
-    ]
+    return [BlockHash(packed[at : at + HASH_BYTES]) for at in range(0, len(packed), HASH_BYTES)]
 
 
 def weights_revision(paths: Iterable[Path], *, cache_dir: Path | None = None) -> str:
     """Digest of the weights' content: sha256 over sorted (name, content digest) pairs, in hex.
 
     Reading hundreds of gigabytes at every start would hurt, so a file's digest is remembered by
-    (path, inode, size, mtime) in `cache_dir` ($XDG_CACHE_HOME/kvtier or ~/.cache/kvtier). An unusable cache is not an
-    error: the file is read.
+    (path, inode, size, mtime) in `cache_dir`. An unusable cache is not an error: the file is read.
 
     Args:
         paths: The weight files (safetensors shards). Order does not matter.
-        cache_dir: Where content digests are remembered.
+        cache_dir: Where content digests are remembered; $XDG_CACHE_HOME/kvtier, else
+            ~/.cache/kvtier.
 
     Raises:
         InvalidRequest: no file given.

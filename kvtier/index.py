@@ -85,9 +85,14 @@ class Block:
     def hit(self, allowed_loss: Loss) -> bool:
         """True if some copy can serve a request that allows this loss."""
         copy = self.host
-        if copy is not None and copy.state is not HostState.WRITING and copy.loss <= allowed_loss:
-            return True
+        if copy is not None:
+            return copy.state is not HostState.WRITING and copy.loss <= allowed_loss
         return self.ssd is SsdState.STORED and self.ssd_loss <= allowed_loss
+
+    @property
+    def listed(self) -> bool:
+        """False once its namespace was dropped (or it was unlinked): nobody can find it."""
+        return self.namespace.blocks.get(self.hash) is self
 
     @property
     def held(self) -> bool:
@@ -119,17 +124,13 @@ class BlockIndex:
         self.namespaces: dict[NamespaceDigest, Namespace] = {}
         self._retired: list[dict[BlockHash, Block]] = []
 
-    def open(
-        self, digest: NamespaceDigest, spec: NamespaceSpec, generation: int = 0
-    ) -> Namespace:
+    def open(self, digest: NamespaceDigest, spec: NamespaceSpec, generation: int = 0) -> Namespace:
         """Make a namespace known. The caller has checked that it is new."""
         namespace = Namespace(digest, spec, generation, spec.block_bytes)
         self.namespaces[digest] = namespace
         return namespace
 
-    def add(
-        self, namespace: Namespace, key: BlockHash, parent: Block | None, stamp: int
-    ) -> Block:
+    def add(self, namespace: Namespace, key: BlockHash, parent: Block | None, stamp: int) -> Block:
         """Link a new block behind `parent`."""
         assert key not in namespace.blocks, "added twice"
         depth = 0 if parent is None else parent.depth + 1
@@ -143,7 +144,7 @@ class BlockIndex:
         """Unlink a block that has neither copy nor children, and so on up its chain."""
         while block is not None and block.linked and not block.held and not block.children:
             block.linked = False
-            if block.namespace.blocks.get(block.hash) is block:
+            if block.listed:
                 del block.namespace.blocks[block.hash]
             block = block.parent
             if block is not None:

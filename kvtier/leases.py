@@ -1,8 +1,8 @@
 """Leases: pins with an owner and a deadline.
 
-A read lease keeps blocks where they are; a write lease is reserve, copy, then commit or abort; a pin
-is a read lease without a session. The tables here answer who holds what until when. What a lease
-does to blocks is store.py's.
+A read lease keeps blocks where they are; a write lease is reserve, copy, then commit or abort; a
+pin is a read lease without a session. The tables here answer who holds what until when. What a
+lease does to blocks is store.py's.
 """
 
 from __future__ import annotations

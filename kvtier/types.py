@@ -74,7 +74,9 @@ class Component:
             raise ValueError("a component needs a name")
         if self.dtype not in DTYPE_BYTES:
             known = ", ".join(sorted(DTYPE_BYTES))
-            raise ValueError(f"component {self.name!r}: unknown dtype {self.dtype!r} (known: {known})")
+            raise ValueError(
+                f"component {self.name!r}: unknown dtype {self.dtype!r} (known: {known})"
+            )
         if not self.shape or any(n <= 0 for n in self.shape):
             raise ValueError(f"component {self.name!r}: shape {self.shape} must be positive")
 
@@ -154,6 +156,17 @@ class NamespaceSpec:
     def block_bytes(self) -> int:
         """Bytes of one block: the components one after the other, no padding."""
         return sum(component.size_bytes for component in self.components)
+
+
+class Refusal(enum.Enum):
+    """Why a grant is shorter than what was asked."""
+
+    NONE = enum.auto()
+    FULL = enum.auto()
+    ORPHAN = enum.auto()
+    LEASES = enum.auto()
+    TOO_LARGE = enum.auto()
+    DRAINING = enum.auto()
 
 
 class MissReason(enum.StrEnum):

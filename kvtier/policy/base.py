@@ -9,7 +9,7 @@ tests/contract/test_policy.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -31,7 +31,7 @@ class EvictionPolicy(ABC, Generic[Key]):
         """Forget a resident key, evicted or dropped."""
 
     @abstractmethod
-    def coldest(self) -> Iterator[Key]:
+    def coldest(self) -> Generator[Key, None, None]:
         """Yield resident keys in the order in which they should leave.
 
         The caller may remove() a key after it was yielded, and may stop early; it must close the

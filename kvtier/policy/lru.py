@@ -9,7 +9,7 @@ never fall.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from itertools import count
 
 from kvtier.policy.base import EvictionPolicy, Key
@@ -46,7 +46,7 @@ class Lru(EvictionPolicy[Key]):
         del self._stamp[key]  # Its heap entry is discarded when it surfaces.
         del self._serial[key]
 
-    def coldest(self) -> Iterator[Key]:
+    def coldest(self) -> Generator[Key, None, None]:
         heap = self._heap
         passed: list[tuple[int, int, Key]] = []
         try:

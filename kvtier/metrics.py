@@ -1,0 +1,43 @@
+"""Counters of the core, as plain numbers. The daemon exports them; nothing here knows how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the daemon started.
+
+    Hit rates are defined at Acquire: requested = hit on host + hit on SSD + missed, in blocks.
+    """
+
+    acquires: int = 0
+    requested_blocks: int = 0
+    requested_tokens: int = 0
+    host_hit_blocks: int = 0
+    host_hit_tokens: int = 0
+    ssd_hit_blocks: int = 0
+    ssd_hit_tokens: int = 0
+    missed_blocks: int = 0
+    missed_tokens: int = 0
+    stored_blocks: int = 0
+    stored_bytes: int = 0
+    skipped_blocks: int = 0
+    refused_blocks: int = 0
+    host_evicted_blocks: int = 0
+    host_evicted_bytes: int = 0
+    ssd_evicted_blocks: int = 0
+    ssd_evicted_bytes: int = 0
+    demotions_shed_blocks: int = 0
+    ssd_read_blocks: int = 0
+    ssd_read_bytes: int = 0
+    ssd_read_seconds: float = 0.0
+    ssd_written_blocks: int = 0
+    ssd_written_bytes: int = 0
+    ssd_write_seconds: float = 0.0
+    ssd_write_failed_blocks: int = 0
+    leases_expired: int = 0
+    namespaces_dropped: int = 0
+    dropped_blocks: int = 0
+    load_failed_blocks: dict[str, int] = field(default_factory=dict)
