@@ -17,11 +17,18 @@ from torch import Tensor
 
 from engine_adapter.mla.batch import Batch, Span
 from engine_adapter.mla.config import ModelConfig
-from engine_adapter.mla.paged_cache import PagedCache
+from engine_adapter.mla.paged_cache import PAGE_TOKENS, PagedCache
 from engine_adapter.mla.rope import rotate
 
 _LATENT_NORM_EPS = 1e-6
 """DeepSeek's code and transformers norm both latents with this, whatever rms_norm_eps says."""
+
+_QUERY_BLOCK = 128
+"""Queries attended at once in the expanded form.
+
+It bounds the scores' memory and skips most of the triangle behind the diagonal; on a 2-core CPU
+this is 20 % faster than torch's fused kernel (2,000 tokens, 5 heads, float32).
+"""
 
 
 class Attention:
@@ -90,7 +97,7 @@ class Attention:
         row = 0
         for span in spans:
             rows = slice(row, row + span.length)
-            records = cache.read(self._layer, span.pages, span.end)
+            records = cache.read(self._layer, span.pages)
             absorb = span.length < self._config.absorbed_below_tokens
             form = self._absorbed if absorb else self._expanded
             outputs.append(form(q_nope[:, rows], q_rope[:, rows], records, span))
@@ -105,35 +112,56 @@ class Attention:
         return F.linear(x, self._q)
 
     def _absorbed(self, q_nope: Tensor, q_rope: Tensor, records: Tensor, span: Span) -> Tensor:
-        """Shapes (heads, queries, nope or rope) and (end, width) -> (heads, queries, value)."""
+        """(heads, queries, nope | rope) and (pages, 64, width) -> (heads, queries, value)."""
         q = torch.cat((q_nope @ self._key_up, q_rope), dim=-1) * self._config.softmax_scale
         # All heads share the records, so heads and queries make the rows of one plain product.
-        scores = q.flatten(0, 1) @ records.T
-        if span.length > 1:
-            by_head = scores.view(len(q), span.length, span.end)
-            by_head[..., span.start :].masked_fill_(span.future, -torch.inf)
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(records.dtype)
-        latents = weights @ records[:, : self._config.kv_lora_rank]
+        rows = len(q) * span.length
+        scores = torch.matmul(q.view(rows, -1), records.transpose(1, 2))
+        scores = scores.transpose(0, 1).reshape(len(q), span.length, -1)[..., : span.end]
+        weights = _softmax(scores, span.start)
+        latents = self._weighted_sum(weights.view(rows, -1), records)
         return torch.bmm(latents.view(len(q), span.length, -1), self._value_up)
+
+    def _weighted_sum(self, weights: Tensor, records: Tensor) -> Tensor:
+        """(rows, end) and (pages, 64, width) -> (rows, latent).
+
+        Page by page, because a view of the pages has gaps. The last page's unwritten records stay
+        out of it: they may hold anything, and zero times NaN is NaN.
+        """
+        rank = self._config.kv_lora_rank
+        full, rest = divmod(weights.shape[1], PAGE_TOKENS)
+        head = weights[:, : full * PAGE_TOKENS].view(len(weights), full, PAGE_TOKENS)
+        latents = torch.bmm(head.transpose(0, 1), records[:full, :, :rank]).sum(dim=0)
+        if rest:
+            latents += weights[:, -rest:] @ records[full, :rest, :rank]
+        return latents
 
     def _expanded(self, q_nope: Tensor, q_rope: Tensor, records: Tensor, span: Span) -> Tensor:
         """The same shapes as _absorbed."""
-        heads, value_width = self._config.heads, self._config.value_width
-        rank, nope = self._config.kv_lora_rank, self._config.nope_width
+        heads, rank, nope = self._config.heads, self._config.kv_lora_rank, self._config.nope_width
+        records = records.flatten(0, 1)[: span.end]
         expanded = F.linear(records[:, :rank], self._kv_b)
         expanded = expanded.view(len(records), heads, -1).transpose(0, 1)
-        queries = torch.cat((q_nope, q_rope), dim=-1)
-        key_rope = records[:, rank:].expand(heads, -1, -1)
-        keys = torch.cat((expanded[..., :nope], key_rope), dim=-1)
-        # torch's fused CPU kernel wants values as wide as keys; zeros cost less than its fallback.
-        values = F.pad(expanded[..., nope:], (0, max(0, keys.shape[-1] - value_width)))
-        # It takes a fourth dimension, and skips the upper triangle only if told "causal".
-        out = F.scaled_dot_product_attention(
-            queries[None],
-            keys[None],
-            values[None],
-            attn_mask=span.mask.to(queries.dtype) if span.start else None,
-            is_causal=span.start == 0,
-            scale=self._config.softmax_scale,
-        )
-        return out[0, ..., :value_width]
+        keys = torch.cat((expanded[..., :nope], records[:, rank:].expand(heads, -1, -1)), dim=-1)
+        values = expanded[..., nope:]
+        queries = torch.cat((q_nope, q_rope), dim=-1) * self._config.softmax_scale
+        outputs: list[Tensor] = []
+        for row in range(0, span.length, _QUERY_BLOCK):
+            block = queries[:, row : row + _QUERY_BLOCK]
+            start = span.start + row
+            end = start + block.shape[1]
+            scores = torch.bmm(block, keys[:, :end].transpose(1, 2))
+            outputs.append(torch.bmm(_softmax(scores, start), values[:, :end]))
+        return torch.cat(outputs, dim=1)
+
+
+def _softmax(scores: Tensor, start: int) -> Tensor:
+    """Probabilities of (heads, queries, end) scores, the first query at position `start`.
+
+    The scores are overwritten.
+    """
+    count = scores.shape[1]
+    if count > 1:
+        future = torch.ones(count, count, dtype=torch.bool).triu(1)
+        scores[..., start:].masked_fill_(future, -torch.inf)
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from engine_adapter.mla.paged_cache import PAGE_TOKENS
+from engine_adapter.mla.paged_cache import PAGE_TOKENS, PageTable
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,12 @@ class Span:
     """Consecutive tokens of one sequence: a prefill chunk, or the one token of a decode step.
 
     Attributes:
-        pages: (pages,) int64, the sequence's pages up to the span's end.
+        pages: The sequence's pages up to the span's end.
         start: Position of the first token; everything before it is in the cache.
         length: Tokens.
     """
 
-    pages: Tensor
+    pages: PageTable
     start: int
     length: int
 
@@ -30,18 +30,6 @@ class Span:
     def end(self) -> int:
         """Position behind the last token: how many records its queries may see."""
         return self.start + self.length
-
-    @cached_property
-    def future(self) -> Tensor:
-        """(length, length) bool: True where a query of the span would see a later token of it."""
-        return torch.ones(self.length, self.length, dtype=torch.bool).triu(1)
-
-    @cached_property
-    def mask(self) -> Tensor:
-        """(length, end) float32, added to scores: 0 where a query may look, else -inf."""
-        mask = torch.zeros(self.length, self.end)
-        mask[:, self.start :].masked_fill_(self.future, -torch.inf)
-        return mask
 
     def last(self) -> Span:
         """The span of the last token only."""
@@ -68,7 +56,7 @@ class Batch:
         """Lay spans side by side."""
         positions = [torch.arange(span.start, span.end) for span in spans]
         pages = [
-            span.pages[position // PAGE_TOKENS]
+            span.pages.index[position // PAGE_TOKENS]
             for span, position in zip(spans, positions, strict=True)
         ]
         lengths = torch.tensor([span.length for span in spans])

@@ -7,15 +7,11 @@ that no later module needs to doubt a configuration.
 from __future__ import annotations
 
 import enum
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-
-class CheckpointError(ValueError):
-    """The checkpoint directory can't be served; the message names the file, key or tensor."""
+from engine_adapter.mla.fields import Fields, read_json_object
 
 
 class Family(enum.StrEnum):
@@ -157,71 +153,6 @@ class ModelConfig:
         return self.moe is not None and self.moe.has_experts(layer)
 
 
-class _Fields:
-    """Typed access to a JSON object; every complaint names the file and the key."""
-
-    def __init__(self, values: Mapping[str, object], origin: str) -> None:
-        self._values = values
-        self._origin = origin
-
-    def fail(self, key: str, complaint: str) -> CheckpointError:
-        return CheckpointError(f"{self._origin}: {key} {complaint}")
-
-    def get(self, key: str) -> object:
-        return self._values.get(key)
-
-    def size(self, key: str, default: int | None = None, minimum: int = 1) -> int:
-        value = self._values.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.fail(key, f"must be an integer of at least {minimum}, found {value!r}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._values.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise self.fail(key, f"must be a number above 0, found {value!r}")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise self.fail(key, f"must be true or false, found {value!r}")
-        return value
-
-    def nested(self, key: str) -> _Fields | None:
-        value = self._values.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, Mapping):
-            raise self.fail(key, f"must be an object, found {value!r}")
-        return _Fields(value, f"{self._origin}: {key}")
-
-    def require(self, key: str, *accepted: object) -> None:
-        """Accept an absent key, null, or one of the values the engine can compute."""
-        value = self._values.get(key)
-        if value is not None and value not in accepted:
-            known = ", ".join(str(item) for item in accepted)
-            raise self.fail(key, f"{value!r} is not supported (supported: {known})")
-
-
-def read_json_object(path: Path) -> dict[str, object]:
-    """A JSON file's object.
-
-    Raises:
-        CheckpointError: the file is absent, unreadable or holds something else.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: can't be read: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return value
-
-
 def load_config(checkpoint_dir: Path) -> ModelConfig:
     """Read `checkpoint_dir`/config.json, old and new rotary keys alike.
 
@@ -231,7 +162,7 @@ def load_config(checkpoint_dir: Path) -> ModelConfig:
     """
     path = checkpoint_dir / "config.json"
     values = read_json_object(path)
-    fields = _Fields(values, str(path))
+    fields = Fields(values, str(path))
     if fields.get("kv_lora_rank") is None:
         raise fields.fail("kv_lora_rank", "is absent: not a multi-head latent attention model")
     family = _family(fields)
@@ -261,7 +192,7 @@ def load_config(checkpoint_dir: Path) -> ModelConfig:
     )
 
 
-def _family(fields: _Fields) -> Family:
+def _family(fields: Fields) -> Family:
     architectures = fields.get("architectures")
     found = architectures[0] if isinstance(architectures, list) and architectures else None
     for family in Family:
@@ -270,7 +201,7 @@ def _family(fields: _Fields) -> Family:
     raise fields.fail("architectures", f"{found!r} is not supported ({', '.join(Family)})")
 
 
-def _refuse_unsupported(fields: _Fields, family: Family) -> None:
+def _refuse_unsupported(fields: Fields, family: Family) -> None:
     fields.require("hidden_act", "silu")
     fields.require("attention_bias", False)
     fields.require("mlp_bias", False)
@@ -287,14 +218,14 @@ def _refuse_unsupported(fields: _Fields, family: Family) -> None:
         fields.require("scoring_func", "sigmoid")
 
 
-def _rope_width(fields: _Fields) -> int:
+def _rope_width(fields: Fields) -> int:
     width = fields.size("qk_rope_head_dim")
     if width % 2:
         raise fields.fail("qk_rope_head_dim", f"must be even, found {width}")
     return width
 
 
-def _eos_token_ids(fields: _Fields) -> tuple[int, ...]:
+def _eos_token_ids(fields: Fields) -> tuple[int, ...]:
     value = fields.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
@@ -302,13 +233,14 @@ def _eos_token_ids(fields: _Fields) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _moe(fields: _Fields, family: Family) -> MoeConfig | None:
-    if fields.get("n_routed_experts") is None:
+def _moe(fields: Fields, family: Family) -> MoeConfig | None:
+    first_layer = fields.size("first_k_dense_replace", default=0, minimum=0)
+    if fields.get("n_routed_experts") is None or first_layer >= fields.size("num_hidden_layers"):
         return None
     sigmoid = family is Family.V3
     limited = sigmoid or fields.get("topk_method") == "group_limited_greedy"
     moe = MoeConfig(
-        first_layer=fields.size("first_k_dense_replace", default=0, minimum=0),
+        first_layer=first_layer,
         layer_frequency=fields.size("moe_layer_freq", default=1),
         experts=fields.size("n_routed_experts"),
         shared_experts=fields.size("n_shared_experts", default=0, minimum=0),
@@ -333,7 +265,7 @@ def _moe(fields: _Fields, family: Family) -> MoeConfig | None:
     return moe
 
 
-def _rope(fields: _Fields) -> RopeConfig:
+def _rope(fields: Fields) -> RopeConfig:
     """transformers 5 keeps all of it in rope_parameters; older files have two keys."""
     scaling = fields.nested("rope_parameters") or fields.nested("rope_scaling")
     outer = fields.number("rope_theta", default=10_000.0)
@@ -348,7 +280,7 @@ def _rope(fields: _Fields) -> RopeConfig:
     return RopeConfig(theta=theta, yarn=_yarn(scaling, fields.size("max_position_embeddings")))
 
 
-def _yarn(scaling: _Fields, max_tokens: int) -> YarnConfig:
+def _yarn(scaling: Fields, max_tokens: int) -> YarnConfig:
     """Source: YaRN (arXiv 2309.00071) section 3.4; mscale as in DeepSeek-V3 inference/model.py."""
     original_tokens = scaling.number("original_max_position_embeddings", default=max_tokens)
     factor = scaling.number("factor", default=max_tokens / original_tokens)

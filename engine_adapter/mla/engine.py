@@ -6,6 +6,7 @@ The path of a request, top to bottom: add_request -> _admit (pages, cached prefi
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ import torch
 from engine_adapter.mla.batch import Batch
 from engine_adapter.mla.config import ModelConfig, load_config
 from engine_adapter.mla.model import Model
-from engine_adapter.mla.paged_cache import PAGE_TOKENS, PagedCache
+from engine_adapter.mla.paged_cache import PAGE_TOKENS, PagedCache, PageTable
 from engine_adapter.mla.prefix_cache import PrefixCache, SequenceBlocks, namespace_spec
 from engine_adapter.mla.request import Completion, Request, Residency, Token
 from engine_adapter.mla.sampling import FinishReason, SamplingParams
@@ -48,7 +49,7 @@ class EngineConfig:
         ValueError: a value is out of range.
     """
 
-    chunk_tokens: int = 1024
+    chunk_tokens: int = 2048
     num_pages: int = 256
     max_running: int = 16
 
@@ -121,8 +122,12 @@ class MlaEngine:
         params = params or SamplingParams()
         requests = [self._new_request(prompt, params) for prompt in prompts]
         self._waiting.extend(requests)
-        while any(request.finish_reason is None for request in requests):
-            self.step()
+        try:
+            while any(request.finish_reason is None for request in requests):
+                self.step()
+        finally:  # Interrupted: nobody is left who would want the answers.
+            for request in requests:
+                self.abort(request)
         return [request.completion() for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Token]:
@@ -192,9 +197,11 @@ class MlaEngine:
                 f"room for at most {context - 1}"
             )
         vocabulary = self.model_config.vocab_size
-        for index, token_id in enumerate(token_ids):
-            if not 0 <= token_id < vocabulary:
-                raise PromptError(f"token {index} is {token_id}: ids are in [0, {vocabulary})")
+        if min(token_ids) < 0 or max(token_ids) >= vocabulary:
+            raise PromptError(
+                f"token ids are in [0, {vocabulary}), the prompt's in "
+                f"[{min(token_ids)}, {max(token_ids)}]"
+            )
         detokenizer = self.tokenizer.detokenizer() if self.tokenizer else None
         request = Request(token_ids, params, context, detokenizer, arrived_s)
         if request.pages_needed > self._cache.num_pages:
@@ -206,7 +213,10 @@ class MlaEngine:
 
     def _token_ids(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
-            return prompt
+            try:
+                return [operator.index(token_id) for token_id in prompt]
+            except TypeError as error:
+                raise PromptError(f"token ids must be integers: {error}") from error
         if self.tokenizer is None:
             raise PromptError("the checkpoint has no tokenizer.json: give token ids, not text")
         if not prompt:
@@ -225,8 +235,8 @@ class MlaEngine:
             if self._prefixes is not None:
                 blocks = SequenceBlocks(self._prefixes, self._cache, pages, request.token_ids)
                 request.cached_tokens = blocks.load(request.prompt_tokens)
-                request.computed = sum(request.cached_tokens.values())
-            request.residency = Residency.of(pages, blocks)
+                request.computed = blocks.present_tokens
+            request.residency = Residency(pages, PageTable.of(pages), blocks)
             self._running.append(request)
 
     def _prefill(self, request: Request) -> list[tuple[Request, Token]]:

@@ -115,7 +115,12 @@ class SequenceBlocks:
         self._cache = cache
         self._pages = pages
         self._hashes = block_hashes(namespace.root, prompt, PAGE_TOKENS)
-        self._offered = 0
+        self._present = 0
+
+    @property
+    def present_tokens(self) -> int:
+        """Leading tokens whose blocks were loaded or stored."""
+        return self._present * PAGE_TOKENS
 
     def load(self, prompt_tokens: int) -> dict[str, int]:
         """Copy the longest cached prefix into the pages, leaving at least one token to compute.
@@ -128,7 +133,7 @@ class SequenceBlocks:
             return {}
         destinations = [self._cache.page_bytes(page) for page in self._pages[: len(wanted)]]
         loaded = self._namespace.client.get(self._namespace.spec, wanted, destinations)
-        self._offered = loaded.num_blocks
+        self._present = loaded.num_blocks
         return {
             tier.value: blocks * PAGE_TOKENS
             for tier, blocks in loaded.blocks_by_tier.items()
@@ -146,19 +151,19 @@ class SequenceBlocks:
             computed: How many of them have their records in the pages.
         """
         full = computed // PAGE_TOKENS
-        if full <= self._offered:
+        if full <= self._present:
             return
         self._extend_hashes(token_ids, full)
-        parent = self._hashes[self._offered - 1] if self._offered else None
-        fresh = slice(self._offered, full)
+        parent = self._hashes[self._present - 1] if self._present else None
+        fresh = slice(self._present, full)
         sources = [self._cache.page_bytes(page) for page in self._pages[fresh]]
         self._namespace.client.put(self._namespace.spec, parent, self._hashes[fresh], sources)
-        self._offered = full
+        self._present = full
 
     def finish(self) -> None:
         """The request is over; its chain was used just now."""
-        if self._offered:
-            self._namespace.client.finish(self._namespace.spec, self._hashes[self._offered - 1])
+        if self._present:
+            self._namespace.client.finish(self._namespace.spec, self._hashes[self._present - 1])
 
     def _extend_hashes(self, token_ids: Sequence[int], blocks: int) -> None:
         """Hash the blocks of the answer, each of which has the one before as its parent."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from engine_adapter.mla.batch import Span
-from engine_adapter.mla.paged_cache import PAGE_TOKENS
+from engine_adapter.mla.paged_cache import PAGE_TOKENS, PageTable
 from engine_adapter.mla.prefix_cache import SequenceBlocks
 from engine_adapter.mla.sampling import FinishReason, Sampler, SamplingParams
 from engine_adapter.mla.tokenizer import Detokenizer
@@ -59,13 +58,8 @@ class Residency:
     """What a request holds while it runs: its pages and, with kvtier, its blocks."""
 
     pages: Sequence[int]
-    page_index: Tensor
+    table: PageTable
     blocks: SequenceBlocks | None
-
-    @classmethod
-    def of(cls, pages: Sequence[int], blocks: SequenceBlocks | None) -> Residency:
-        """Pages and blocks, with the pages as (pages,) int64 too."""
-        return cls(pages, torch.tensor(pages), blocks)
 
 
 class Request:
@@ -116,8 +110,8 @@ class Request:
     def span(self, length: int) -> Span:
         """The next `length` tokens to compute."""
         assert self.residency is not None, "the request holds no pages"
-        used = -(-(self.computed + length) // PAGE_TOKENS)
-        return Span(self.residency.page_index[:used], self.computed, length)
+        table = self.residency.table.up_to(self.computed + length)
+        return Span(table, self.computed, length)
 
     def advance(self, length: int) -> None:
         """The next `length` tokens are computed: offer the blocks that became full."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from engine_adapter.mla.config import CheckpointError, read_json_object
+from engine_adapter.mla.fields import CheckpointError, read_json_object
 
 
 class Tokenizer:

@@ -15,7 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine_adapter.mla.config import CheckpointError, ModelConfig, read_json_object
+from engine_adapter.mla.config import ModelConfig
+from engine_adapter.mla.fields import CheckpointError, read_json_object
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -133,7 +134,9 @@ def load_weights(
         with safe_open(file, framework="pt") as tensors:
             for name in names:
                 keep = torch.float32 if ".mlp.gate." in name else dtype
-                weights[name] = tensors.get_tensor(name).to(keep)
+                # Always a copy: a view of the file lies at any alignment, on which the bits of a
+                # product may depend, and dies with the file.
+                weights[name] = tensors.get_tensor(name).to(keep, copy=True)
     return weights
 
 
