@@ -24,7 +24,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kvtier.errors import InvalidRequest
-from kvtier.types import HASH_BYTES, BlockHash, NamespaceDigest, NamespaceSpec
+from kvtier.types import (
+    HASH_BYTES,
+    BlockHash,
+    Component,
+    NamespaceDigest,
+    NamespaceSpec,
+    RopeSpec,
+)
 
 _U32 = struct.Struct("<I")
 _READ_BYTES = 1 << 20
@@ -46,6 +53,44 @@ def canonical_spec(spec: NamespaceSpec) -> bytes:
         "hash_scheme": spec.hash_scheme,
     }
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+def parse_spec(encoded: bytes) -> NamespaceSpec:
+    """Undo canonical_spec().
+
+    Raises:
+        InvalidRequest: not the canonical form of any spec.
+    """
+    try:
+        value = json.loads(encoded)
+        rope = value["rope"]
+        spec = NamespaceSpec(
+            model_id=_text(value["model_id"]),
+            weights_revision=_text(value["weights_revision"]),
+            components=tuple(
+                Component(_text(name), _text(dtype), tuple(int(n) for n in shape))
+                for name, dtype, shape in value["components"]
+            ),
+            rope=RopeSpec(
+                layout=_text(rope["layout"]),
+                width=int(rope["width"]),
+                parameters=tuple((_text(name), _text(text)) for name, text in rope["parameters"]),
+            ),
+            block_tokens=int(value["block_tokens"]),
+            tenant=_text(value["tenant"]),
+            hash_scheme=_text(value["hash_scheme"]),
+        )
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InvalidRequest(f"spec: not a namespace: {error!r}") from error
+    if canonical_spec(spec) != encoded:
+        raise InvalidRequest("spec: not in canonical form (hashing.canonical_spec)")
+    return spec
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a string")
+    return value
 
 
 def namespace_digest(spec: NamespaceSpec) -> NamespaceDigest:

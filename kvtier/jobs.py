@@ -43,7 +43,7 @@ class DeleteJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RememberJob:
-    """Keep a namespace's spec and generation on the SSD; needs no answer."""
+    """Keep a namespace's spec and generation on the SSD; answered by store.remembered()."""
 
     row: NamespaceRow
 

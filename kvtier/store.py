@@ -24,7 +24,7 @@ from kvtier.arena import LEASE_SLOTS, WRITE_RECORDS, ControlPage, WriteRecord
 from kvtier.errors import InvalidRequest, LeaseState, NamespaceMismatch, TierError, UnknownLease
 from kvtier.extents import Extent
 from kvtier.index import STAMP_STRIDE, Block, BlockIndex, HostCopy, HostState, Namespace, SsdState
-from kvtier.jobs import DeleteJob, Job, LoadJob, WriteJob
+from kvtier.jobs import DeleteJob, Job, LoadJob, RememberJob, WriteJob
 from kvtier.leases import LeaseTable, Pin, Quarantine, ReadLease, WriteLease
 from kvtier.metrics import Counters
 from kvtier.policy.base import EvictionPolicy
@@ -74,12 +74,14 @@ class Reserved:
         indices: Which of the asked hashes the lease's copies are.
         refusal: Why not all absent blocks are granted.
         present_blocks: Leading hashes that were present before.
+        covered_blocks: Leading hashes that are present, being written, or granted here.
     """
 
     lease: WriteLease | None
     indices: list[int]
     refusal: Refusal
     present_blocks: int
+    covered_blocks: int = 0
 
 
 class TieredStore:
@@ -344,14 +346,14 @@ class TieredStore:
                 copies.append(copy)
                 behind = block
         self.counters.skipped_blocks += present
-        if refusal is not Refusal.NONE:
-            self.counters.refused_blocks += len(hashes) - at
+        covered = len(hashes) if refusal is Refusal.NONE else at
+        self.counters.refused_blocks += len(hashes) - covered
         if not copies:
-            return Reserved(None, [], refusal, present)
+            return Reserved(None, [], refusal, present, covered)
         self._write_records(copies, records, group)
         lease = WriteLease(self._leases.new_id(), group, now_s + self._ttl(ttl_s), copies, records)
         self._leases.add(lease)
-        return Reserved(lease, indices, refusal, present)
+        return Reserved(lease, indices, refusal, present, covered)
 
     def write_lease(self, lease_id: int, group: GroupId) -> WriteLease:
         """A live write lease of the group; the caller's copies into any other have stopped.
@@ -534,6 +536,10 @@ class TieredStore:
         assert self.ssd is not None
         self.ssd.deleted(job)
 
+    def remembered(self, job: RememberJob) -> None:
+        """A remember job is over: the generation survives a restart."""
+        self.index.namespaces[job.row.digest].stored_generation = job.row.generation
+
     def ssd_committed(self, usage: TierUsage) -> None:
         """The SSD tier's accounting after a batch."""
         assert self.ssd is not None
@@ -546,21 +552,22 @@ class TieredStore:
         their ancestors are deleted: nobody could hit them."""
         assert self.ssd is not None
         for row in rows:
-            self.index.open(row.digest, row.spec, row.generation).remembered = True
+            namespace = self.index.open(row.digest, row.spec, row.generation)
+            namespace.remembered, namespace.stored_generation = True, row.generation
         for found in sorted(stored, key=lambda found: found.meta.depth):
             meta = found.meta
-            namespace = self.index.namespaces.get(meta.namespace)
+            home = self.index.namespaces.get(meta.namespace)
             parent = None
-            if namespace is not None and meta.parent is not None:
-                parent = namespace.blocks.get(meta.parent)
+            if home is not None and meta.parent is not None:
+                parent = home.blocks.get(meta.parent)
             if (
-                namespace is None
-                or namespace.generation != meta.generation
+                home is None
+                or home.generation != meta.generation
                 or (parent is None) != (meta.parent is None)
             ):
                 self.ssd.forget(meta.hash, found.stored_bytes)
                 continue
-            block = self.index.add(namespace, meta.hash, parent, meta.stamp)
+            block = self.index.add(home, meta.hash, parent, meta.stamp)
             block.allowed_loss = found.loss
             self.ssd.restore(block, found.stored_bytes, found.loss)
             self._tick = max(self._tick, meta.stamp // STAMP_STRIDE)

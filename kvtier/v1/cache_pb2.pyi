@@ -223,20 +223,22 @@ class ReserveRequest(_message.Message):
     def __init__(self, session_id: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., allowed_loss: _Optional[_Union[Loss, str]] = ..., wait_ms: _Optional[int] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
-    __slots__ = ("lease_id", "indices", "offsets", "block_bytes", "reason", "present_blocks")
+    __slots__ = ("lease_id", "indices", "offsets", "block_bytes", "reason", "present_blocks", "covered_blocks")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     INDICES_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     PRESENT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COVERED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     indices: _containers.RepeatedScalarFieldContainer[int]
     offsets: _containers.RepeatedScalarFieldContainer[int]
     block_bytes: int
     reason: Reason
     present_blocks: int
-    def __init__(self, lease_id: _Optional[int] = ..., indices: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., block_bytes: _Optional[int] = ..., reason: _Optional[_Union[Reason, str]] = ..., present_blocks: _Optional[int] = ...) -> None: ...
+    covered_blocks: int
+    def __init__(self, lease_id: _Optional[int] = ..., indices: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., block_bytes: _Optional[int] = ..., reason: _Optional[_Union[Reason, str]] = ..., present_blocks: _Optional[int] = ..., covered_blocks: _Optional[int] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
     __slots__ = ("session_id", "lease_id")

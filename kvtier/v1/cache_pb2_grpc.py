@@ -195,8 +195,8 @@ class CacheServicer(object):
     def Commit(self, request, context):
         """The granted blocks of a write lease are complete: make them visible, all at once, and end the
         lease. Acknowledges RAM; Flush says what is durable. Default deadline 1 s.
-        NOT_FOUND: the lease is over; what was written is not visible. FAILED_PRECONDITION: committed
-        before, or a read lease.
+        NOT_FOUND: the lease is over: committed before, aborted, or expired and then nothing of it is
+        visible. FAILED_PRECONDITION: a read lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

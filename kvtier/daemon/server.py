@@ -1,0 +1,297 @@
+"""Wires a daemon together and runs it until SIGTERM or SIGINT.
+
+Shut-down order: health red, no new sessions, reservations refused, sessions end, unwritten blocks
+are written, the server stops, tiers close in reverse order of opening. A second signal skips the
+writing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import stat
+import time
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+
+from kvtier import __version__
+from kvtier.addresses import Address, UnixAddress, parse_address, prepare_directory
+from kvtier.codec import codec_by_name
+from kvtier.config import Settings
+from kvtier.daemon.http import start_http
+from kvtier.daemon.logs import configure_logs
+from kvtier.daemon.service import CacheService
+from kvtier.daemon.stats import StoreCollector
+from kvtier.daemon.supervise import Supervisor
+from kvtier.errors import AddressInUse
+from kvtier.index import Block
+from kvtier.mover import Mover
+from kvtier.policy.lru import Lru
+from kvtier.store import StoreConfig, TieredStore
+from kvtier.tier.host import HostArena
+from kvtier.tier.ssd import SsdTier
+from kvtier.v1 import cache_pb2, cache_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+MAX_MESSAGE_BYTES = 4 << 20
+SERVICE_NAME = cache_pb2.DESCRIPTOR.services_by_name["Cache"].full_name
+TICK_S = 0.2
+QUARANTINE_POLL_S = 1.0
+DRAIN_S = 10.0
+
+
+def serve(settings: Settings) -> None:
+    """Run a daemon; returns after a clean shut-down.
+
+    Raises:
+        AddressInUse: a live daemon owns the socket, the arena or the SSD directory.
+        CapacityError: a capacity does not fit the machine.
+        FormatError: the SSD directory was written by a newer or foreign version.
+    """
+    configure_logs(settings.log_level, settings.log_format)
+    asyncio.run(_serve(settings))
+
+
+async def _serve(settings: Settings) -> None:
+    async with AsyncExitStack() as stack:
+        daemon = await Daemon.open(settings, stack)
+        stop = asyncio.Event()
+        force = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def on_signal() -> None:
+            (force if stop.is_set() else stop).set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
+        log.info("serving", version=__version__, address=str(daemon.address))
+        await stop.wait()
+        await daemon.drain(force)
+    log.info("stopped")
+
+
+class Daemon:
+    """The parts of a running daemon."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        address: Address,
+        store: TieredStore,
+        mover: Mover | None,
+        service: CacheService,
+        health: HealthServicer,
+    ) -> None:
+        self.address = address
+        self.store = store
+        self.healthy = True
+        self._settings = settings
+        self._mover = mover
+        self._service = service
+        self._health = health
+        self._health_changes: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def open(cls, settings: Settings, stack: AsyncExitStack) -> Daemon:
+        """Open tiers and ports, in order; `stack` closes them in reverse."""
+        address = parse_address(settings.address)
+        prepare_directory(address)
+        if isinstance(address, UnixAddress):
+            claim_socket(address.path)
+        epoch = secrets.token_bytes(16)
+        arena = HostArena(settings.arena_dir, settings.host_capacity_bytes, epoch)
+        stack.callback(arena.close)
+        ssd = _open_ssd(settings)
+        if ssd is not None:
+            stack.callback(ssd.close)
+        store = _build_store(settings, arena, ssd, epoch)
+        mover = None
+        if ssd is not None:
+            mover = Mover(
+                store,
+                arena,
+                ssd,
+                read_threads=settings.ssd_read_threads,
+                batch_bytes=settings.ssd_batch_bytes,
+            )
+            stack.callback(mover.close)
+        service = CacheService(settings, epoch, store, arena, mover)
+        service.release_quarantine()
+        health = HealthServicer()
+        daemon = cls(settings, address, store, mover, service, health)
+        supervisor = Supervisor(daemon.set_health)
+        for name, work in mover.tasks() if mover is not None else []:
+            supervisor.start(name, work)
+        supervisor.start("tick", daemon.tick)
+        stack.push_async_callback(supervisor.stop)
+        if settings.metrics_address:
+            registry = CollectorRegistry()
+            registry.register(
+                StoreCollector(store, lambda: len(service.sessions), settings.ssd_capacity_bytes)
+            )
+            runner = await start_http(settings.metrics_address, registry, lambda: daemon.healthy)
+            stack.push_async_callback(runner.cleanup)
+        server = await _start_grpc(address, service, health)
+        stack.push_async_callback(_stop_grpc, server, address)
+        daemon.set_health(True)
+        return daemon
+
+    def set_health(self, healthy: bool) -> None:
+        """Show the daemon's health, here and over gRPC."""
+        self.healthy = healthy
+        serving = health_pb2.HealthCheckResponse.SERVING
+        status = serving if healthy else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", SERVICE_NAME):
+            change = asyncio.ensure_future(self._health.set(name, status))
+            self._health_changes.add(change)
+            change.add_done_callback(self._health_changes.discard)
+
+    async def tick(self) -> None:
+        """What time alone brings about: deadlines, quarantines, idle writing, reaping."""
+        next_poll_s = 0.0
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_s = time.monotonic()
+            self.store.expire(now_s)
+            if now_s >= next_poll_s:
+                self._service.release_quarantine()
+                next_poll_s = now_s + QUARANTINE_POLL_S
+            while self.store.reap():
+                self._pump()
+                await asyncio.sleep(0)  # Between batches, requests go first.
+            idle = now_s - self._service.last_request_s >= self._settings.idle_write_after_s
+            self.store.write_ahead(now_s, idle=idle)
+            self._pump()
+
+    async def drain(self, force: asyncio.Event) -> None:
+        """End sessions and write what is unwritten, until done, forced or out of time."""
+        log.info("draining")
+        self.set_health(False)
+        self.store.draining = True
+        self._service.close_sessions()
+        if self._mover is None or self.store.ssd is None:
+            return
+        deadline_s = time.monotonic() + DRAIN_S
+        while self.store.ssd.dirty or self.store.ssd.queued_bytes:
+            now_s = time.monotonic()
+            if force.is_set() or now_s >= deadline_s:
+                log.warning("unwritten blocks are lost", blocks=len(self.store.ssd.dirty))
+                return
+            self.store.write_ahead(now_s, idle=True)
+            self._pump()
+            await self._mover.progress.wait(TICK_S)
+
+    def _pump(self) -> None:
+        if self._mover is not None:
+            self._mover.pump()
+
+
+def _open_ssd(settings: Settings) -> SsdTier | None:
+    if settings.ssd_directory is None:
+        return None
+    return SsdTier(
+        settings.ssd_directory,
+        capacity_bytes=settings.ssd_capacity_bytes,
+        codec=codec_by_name(settings.ssd_codec),
+        durability=settings.ssd_durability,
+        max_batch_bytes=settings.ssd_batch_bytes,
+    )
+
+
+def _build_store(
+    settings: Settings, arena: HostArena, ssd: SsdTier | None, epoch: bytes
+) -> TieredStore:
+    config = StoreConfig(
+        host_bytes=arena.capacity_bytes,
+        lease_ttl_s=settings.lease_ttl_s,
+        lease_ttl_max_s=settings.lease_ttl_max_s,
+        pin_limit_bytes=settings.pin_limit_bytes,
+        write_queue_bytes=settings.write_queue_bytes,
+        max_namespaces=settings.max_namespaces,
+    )
+    ssd_policy: Lru[Block] | None = Lru() if ssd is not None else None
+    store = TieredStore(
+        config,
+        control=arena.control,
+        epoch=epoch,
+        host_policy=Lru(),
+        ssd_policy=ssd_policy,
+        ssd_usage=ssd.usage() if ssd is not None else None,
+    )
+    for record in arena.leftovers:
+        store.restore_quarantine(record)
+    if ssd is not None:
+        started_s = time.perf_counter()
+        store.restore(ssd.namespaces(), ssd.scan())
+        log.info(
+            "ssd tier warm",
+            blocks=len(store.ssd) if store.ssd is not None else 0,
+            seconds=round(time.perf_counter() - started_s, 3),
+        )
+    return store
+
+
+def claim_socket(path: Path) -> None:
+    """Make way for our socket: refuse a live daemon's, remove a dead one's.
+
+    Raises:
+        AddressInUse: something answers there, or the path is not a socket.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise AddressInUse(f"{path} exists and is not a socket: choose another address")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            with suppress(FileNotFoundError):
+                path.unlink()  # Its daemon died.
+            return
+    raise AddressInUse(f"a live daemon answers at {path}: stop it, or choose another address")
+
+
+async def _start_grpc(
+    address: Address, service: CacheService, health: HealthServicer
+) -> grpc.aio.Server:
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.so_reuseport", 0),
+        ]
+    )
+    cache_pb2_grpc.add_CacheServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
+    reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
+    umask = os.umask(0o177)  # The socket is ours alone from its first instant.
+    try:
+        port = server.add_insecure_port(address.target)
+    except RuntimeError as error:
+        raise AddressInUse(f"can't listen on {address}: {error}") from error
+    finally:
+        os.umask(umask)
+    if not port:
+        raise AddressInUse(f"can't listen on {address}")
+    await server.start()
+    return server
+
+
+async def _stop_grpc(server: grpc.aio.Server, address: Address) -> None:
+    await server.stop(grace=1.0)
+    if isinstance(address, UnixAddress):
+        address.path.unlink(missing_ok=True)
