@@ -128,7 +128,7 @@ class BlockTier(ABC):
     def prepare(self, meta: BlockMeta, block: Bytes, allowed_loss: Loss) -> PreparedBlock:
         """Encode `block` and compute its checksum; pure, releases the GIL.
 
-        The namespace was given to commit() before, or is in the same batch.
+        A namespace that no commit() brought yet has no known layout: its blocks stay raw.
 
         Args:
             meta: Its identity.
@@ -146,7 +146,8 @@ class BlockTier(ABC):
     ) -> TierUsage:
         """Apply one batch atomically: deletes, then namespaces, then writes (one group commit).
 
-        Deleting an absent block is harmless; writing a present one replaces it. When it returns,
+        Deleting an absent block is harmless; writing a present one replaces it; no block is in
+        `writes` twice. When it returns,
         the batch survives `kill -9` of this process, and a power cut if the tier is `full` durable.
 
         Raises:

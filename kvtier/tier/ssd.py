@@ -160,6 +160,7 @@ class SsdTier(BlockTier):
         writes: Sequence[PreparedBlock] = (),
         namespaces: Sequence[NamespaceRow] = (),
     ) -> TierUsage:
+        assert len({block.meta.hash for block in writes}) == len(writes), "a block twice in a batch"
         first_value = self._next_value
         live_bytes = self._usage.live_bytes
         with self._medium(), self._env.lmdb.begin(write=True, buffers=True) as txn:
@@ -182,10 +183,13 @@ class SsdTier(BlockTier):
         data = bytes(txn.get(key, b"", db=self._env.rows))
         if not txn.delete(key, db=self._env.rows):
             return 0
-        row = fmt.parse_row(key, data)
+        try:
+            row = fmt.parse_row(key, data)
+        except CorruptBlock:
+            return 0  # Nothing tells any more which value was its: that room is lost.
         value = fmt.value_key(row.value_id)
         if row.shared:
-            (alive,) = fmt.U32.unpack(txn.get(value, b"", db=self._env.shares))
+            (alive,) = fmt.U32.unpack(txn.get(value, fmt.U32.pack(1), db=self._env.shares))
             if alive > 1:
                 txn.put(value, fmt.U32.pack(alive - 1), db=self._env.shares)
                 return row.stored_bytes
@@ -269,7 +273,10 @@ def _map_bytes(capacity_bytes: int, max_batch_bytes: int) -> int:
     """The data file's bound: the capacity without lock files and the file system's extent trees."""
     least_bytes = _LEAST_BATCHES * max_batch_bytes
     if capacity_bytes < least_bytes:
-        raise CapacityError(f"an SSD capacity of {capacity_bytes} bytes is below {least_bytes}")
+        raise CapacityError(
+            f"an SSD capacity of {capacity_bytes} bytes is below {least_bytes}, {_LEAST_BATCHES} "
+            f"batches of {max_batch_bytes}: raise it, or lower the batch"
+        )
     rest_bytes = capacity_bytes - (1 << 20) - (capacity_bytes >> 10)
     return rest_bytes - rest_bytes % mmap.PAGESIZE
 
