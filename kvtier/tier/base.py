@@ -147,8 +147,8 @@ class BlockTier(ABC):
         """Apply one batch atomically: deletes, then namespaces, then writes (one group commit).
 
         Deleting an absent block is harmless; writing a present one replaces it; no block is in
-        `writes` twice. When it returns,
-        the batch survives `kill -9` of this process, and a power cut if the tier is `full` durable.
+        `writes` twice. When it returns, the batch survives `kill -9` of this process, and a power
+        cut if the tier is `full` durable.
 
         Raises:
             TierFull: no room; nothing of the batch was applied.
