@@ -40,10 +40,10 @@ def test_together_gives_the_same_tokens_as_one_by_one(
 def test_requests_wait_for_pages_and_all_pages_come_back(
     tiny_mla: Path, engine: MlaEngine, text_ids: list[int]
 ) -> None:
-    """Five requests of three pages on seven; later ones get pages with gaps between them."""
+    """Five requests on seven pages; the third gets pages 0, 1, 2 and 6."""
     tight = MlaEngine(tiny_mla, config=EngineConfig(num_pages=7))
     prompts = [text_ids[start : start + 100] for start in range(0, 500, 100)]
-    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (30, 80, 20, 30, 30)]
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (30, 80, 100, 30, 30)]
     requests = [tight.add_request(*pair) for pair in zip(prompts, params, strict=True)]
     while tight.busy:
         tight.step()
