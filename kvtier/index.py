@@ -168,6 +168,10 @@ class BlockIndex:
                 return
             yield self._retired[-1].popitem()[1]
 
+    def retired_namesakes(self, key: BlockHash) -> list[Block]:
+        """Blocks of this hash that are still to be reclaimed."""
+        return [table[key] for table in self._retired if key in table]
+
     @property
     def has_retired(self) -> bool:
         """True while retired() has something to yield."""

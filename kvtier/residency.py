@@ -179,6 +179,9 @@ class SsdResidency:
             return False
         self.remember(block)
         self.mark_clean(block)
+        # The medium knows a block by its hash only: a later delete of the old one would hit ours.
+        for dropped in self._host.index.retired_namesakes(block.hash):
+            self.drop(dropped)
         self._last_job += 1
         block.ssd, block.ssd_job = SsdState.WRITING, self._last_job
         self._host.pin(copy)
@@ -259,6 +262,8 @@ class SsdResidency:
     def _make_room(self, size_bytes: int) -> bool:
         if self._projected_bytes + size_bytes <= self.usage.limit_bytes:
             return True
+        if size_bytes > self.usage.limit_bytes:
+            return False  # Emptying the SSD would not help.
         with closing(self._policy.coldest()) as order:
             for block in order:
                 copy = block.host

@@ -22,7 +22,7 @@ from itertools import pairwise
 
 from kvtier.arena import LEASE_SLOTS, WRITE_RECORDS, ControlPage, WriteRecord
 from kvtier.errors import InvalidRequest, LeaseState, NamespaceMismatch, TierError, UnknownLease
-from kvtier.extents import Extent
+from kvtier.extents import Extent, aligned
 from kvtier.index import STAMP_STRIDE, Block, BlockIndex, HostCopy, HostState, Namespace, SsdState
 from kvtier.jobs import DeleteJob, Job, LoadJob, RememberJob, WriteJob
 from kvtier.leases import LeaseTable, Pin, Quarantine, ReadLease, WriteLease
@@ -247,7 +247,7 @@ class TieredStore:
         pinned_bytes = sum(
             copy.extent.size_bytes for pin in self._pins.values() for copy in pin.copies
         )
-        room = max(0, self.config.pin_limit_bytes - pinned_bytes) // namespace.size_bytes
+        room = max(0, self.config.pin_limit_bytes - pinned_bytes) // aligned(namespace.size_bytes)
         copies, _ = self._grant(self._hits(namespace, hashes, Loss.EXACT)[:room], now_s)
         if copies:
             self._pins[pin_id] = Pin(pin_id, now_s + ttl_s, copies)
@@ -386,13 +386,13 @@ class TieredStore:
             block = copy.block
             if copy.current and block.listed:
                 visible += 1
+                self.counters.stored_bytes += copy.extent.size_bytes
                 block.stamp = self._stamp_behind(block.parent)
                 if self.ssd is not None:
                     self.ssd.mark_dirty(block)
             self.host.make_ready(copy)
             self.host.unpin(copy)
         self.counters.stored_blocks += visible
-        self.counters.stored_bytes += sum(copy.extent.size_bytes for copy in lease.copies)
         return visible
 
     def abort(self, lease_id: int, group: GroupId) -> None:
@@ -423,7 +423,9 @@ class TieredStore:
         for key in hashes:
             block = namespace.blocks.get(key)
             durable.append(block is not None and block.ssd is SsdState.STORED)
-            if self.ssd is not None and block is not None and block in self.ssd.dirty:
+            if self.ssd is None or block is None or block.ssd is not SsdState.ABSENT:
+                continue
+            if block.host is not None and block.host.state is HostState.READY:
                 self.ssd.demote(block, now_s)
         return durable
 
@@ -496,15 +498,20 @@ class TieredStore:
         return loads + self.ssd.take_jobs() if self.ssd is not None else loads
 
     def loaded(self, job: LoadJob, stored_bytes: int, error: TierError | None) -> None:
-        """A load job is over. After an error the block is gone from the SSD: a miss."""
+        """A load job is over. After an error the block is gone from the SSD: a miss.
+
+        The load of a block that was dropped meanwhile fails, too: the medium may have had another
+        block of this hash by then.
+        """
         copy, block = job.copy, job.copy.block
         waiting = self._loading.pop(copy)
-        if error is None:
+        valid = error is None and copy.current and block.listed
+        if valid:
             self.host.make_ready(copy)
             self.counters.ssd_read_blocks += 1
             self.counters.ssd_read_bytes += stored_bytes
         else:
-            reason = type(error).__name__
+            reason = "Dropped" if error is None else type(error).__name__
             failed = self.counters.load_failed_blocks
             failed[reason] = failed.get(reason, 0) + 1
             if copy.current:
@@ -512,7 +519,7 @@ class TieredStore:
         self.host.unpin(copy)
         for lease in waiting:
             if self._leases.find(lease.id, lease.group) is lease:
-                if error is not None:
+                if not valid:
                     lease.usable = min(lease.usable, lease.copies.index(copy))
                 self._advance(lease)
 
@@ -616,13 +623,17 @@ class TieredStore:
     def _hits(
         self, namespace: Namespace, hashes: Sequence[BlockHash], allowed_loss: Loss
     ) -> list[Block]:
+        """The longest cached prefix. It ends where the hashes are no chain from a first block on:
+        leases keep whole prefixes, and each block once."""
         prefix: list[Block] = []
+        behind: Block | None = None
         find = namespace.blocks.get
         for key in hashes:
             block = find(key)
-            if block is None or not block.hit(allowed_loss):
+            if block is None or block.parent is not behind or not block.hit(allowed_loss):
                 break
             prefix.append(block)
+            behind = block
         return prefix
 
     def _grant(self, prefix: list[Block], now_s: float) -> tuple[list[HostCopy], int]:

@@ -1,0 +1,571 @@
+"""A FAKE medium and a little world round the real store: clients, a clock, a mover, a RAM arena.
+
+Nothing here is production code. Writers really fill extents, load jobs really copy into them and
+readers check every byte, so a store that hands one extent to two owners is found out. Writers that
+lost their lease and reads that are under way keep scribbling, as stopped processes and stuck disks
+do.
+
+The fake mover keeps the promises that the store's jobs ask for: jobs for the SSD's writer take
+effect in the order they were made, and deletes and namespace rows are tried until they succeed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.arena import DATA_OFFSET, ControlPage
+from kvtier.errors import CorruptBlock, TierError
+from kvtier.extents import Extent
+from kvtier.index import Block, HostCopy, HostState, Namespace, SsdState
+from kvtier.jobs import DeleteJob, LoadJob, RememberJob, WriteJob
+from kvtier.leases import ReadLease
+from kvtier.policy.lru import Lru
+from kvtier.store import Reserved, StoreConfig, TieredStore
+from kvtier.tier.base import BlockMeta, NamespaceRow, StoredBlock, TierUsage
+from kvtier.types import (
+    BlockHash,
+    Component,
+    GroupId,
+    Loss,
+    NamespaceDigest,
+    NamespaceSpec,
+    Refusal,
+)
+
+Content = npt.NDArray[np.uint8]
+Version = tuple[int, int]
+"""Which bytes a block has: (drops of its namespace, drops of the block) before it was written."""
+
+
+def group_id(number: int) -> GroupId:
+    """An owner group."""
+    return GroupId(number.to_bytes(16, "big"))
+
+
+def spec_of(block_bytes: int, tenant: str = "") -> NamespaceSpec:
+    """A namespace whose blocks have this many bytes."""
+    component = Component("latent_rope", "uint8", (1, 1, block_bytes))
+    return NamespaceSpec("sim", "revision", (component,), block_tokens=1, tenant=tenant)
+
+
+def digest_of(spec: NamespaceSpec) -> NamespaceDigest:
+    """A digest that only this simulation uses."""
+    return NamespaceDigest(hashlib.sha256(repr(spec).encode()).digest())
+
+
+def chain(namespace: Namespace, tokens: Sequence[int]) -> list[BlockHash]:
+    """Block hashes of a prompt; equal token prefixes give equal hashes."""
+    hashes: list[BlockHash] = []
+    parent: bytes = namespace.digest
+    for token in tokens:
+        parent = hashlib.sha256(parent + token.to_bytes(4, "little")).digest()
+        hashes.append(BlockHash(parent))
+    return hashes
+
+
+def content(key: BlockHash, version: Version, size_bytes: int) -> Content:
+    """(size_bytes,) uint8: the only right bytes of a block."""
+    seed = hashlib.sha256(key + repr(version).encode()).digest()
+    return np.resize(np.frombuffer(seed, dtype=np.uint8), size_bytes)
+
+
+class FakeMedium:
+    """FAKE SSD: a dict with a byte limit. Survives restarts of the store."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self.blocks: dict[BlockHash, tuple[BlockMeta, Content, Version]] = {}
+        self.rows: dict[NamespaceDigest, NamespaceRow] = {}
+
+    def put(self, meta: BlockMeta, data: Content, version: Version) -> None:
+        """Store a block; a present one is replaced."""
+        assert meta.namespace in self.rows, "a block before its namespace"
+        assert self.rows[meta.namespace].generation == meta.generation, "out of generation"
+        self.delete(meta.hash)
+        self.blocks[meta.hash] = meta, data, version
+        self.used_bytes += data.size
+        assert self.used_bytes <= self.limit_bytes, "the store overfilled the SSD"
+
+    def delete(self, key: BlockHash) -> None:
+        """Forget a block; an absent one is fine."""
+        if key in self.blocks:
+            self.used_bytes -= self.blocks.pop(key)[1].size
+
+    def usage(self) -> TierUsage:
+        """What a real tier reports after a commit."""
+        return TierUsage(self.used_bytes, self.used_bytes, self.limit_bytes, len(self.blocks))
+
+    def scan(self) -> list[StoredBlock]:
+        """What a real tier yields at open."""
+        return [StoredBlock(meta, data.size, Loss.EXACT) for meta, data, _ in self.blocks.values()]
+
+
+@dataclass(slots=True)
+class Grant:
+    """What a reader remembers of its lease."""
+
+    lease: ReadLease
+    epoch: bytes
+    hashes: list[BlockHash]
+    versions: list[Version]
+
+
+@dataclass(slots=True)
+class Writing:
+    """What a writer remembers of its lease, and the process that does not forget it."""
+
+    lease_id: int
+    group: GroupId
+    epoch: bytes
+    copies: list[HostCopy]
+    versions: list[Version]
+
+
+@dataclass(slots=True)
+class World:
+    """The store with everything round it. Set `limit_bytes` None for a store without SSD.
+
+    Attributes:
+        writings: Live write leases.
+        zombies: Write leases that ended before their writer stopped writing.
+        grants: Read leases ever granted, but for those whose slot moved on.
+        loads: Reads under way.
+        writer: Jobs for the SSD's writer, in order.
+        excused: Blocks that may lack while blocks behind them are held: dropped by a client,
+            failed to load, or never written.
+    """
+
+    config: StoreConfig
+    limit_bytes: int | None = None
+    now_s: float = 0.0
+    boots: int = 0
+    control: ControlPage = field(init=False)
+    memory: Content = field(init=False)
+    medium: FakeMedium = field(init=False)
+    store: TieredStore = field(init=False)
+    epoch: bytes = b""
+    specs: dict[NamespaceDigest, NamespaceSpec] = field(default_factory=dict)
+    groups: set[GroupId] = field(default_factory=set)
+    writings: dict[int, Writing] = field(default_factory=dict)
+    zombies: list[Writing] = field(default_factory=list)
+    grants: list[Grant] = field(default_factory=list)
+    loads: list[LoadJob] = field(default_factory=list)
+    writer: deque[WriteJob | DeleteJob | RememberJob] = field(default_factory=deque)
+    versions: dict[HostCopy, Version] = field(default_factory=dict)
+    namespace_drops: dict[NamespaceDigest, int] = field(default_factory=dict)
+    block_drops: dict[BlockHash, int] = field(default_factory=dict)
+    drops: int = 0
+    queued: int = 0
+    applied: int = 0
+    open_drops: list[tuple[int, NamespaceDigest, BlockHash | None]] = field(default_factory=list)
+    excused: set[BlockHash] = field(default_factory=set)
+    scribble: int = 0
+
+    def __post_init__(self) -> None:
+        page = bytearray(DATA_OFFSET)
+        self.control = ControlPage(page)
+        self.control.format(DATA_OFFSET + self.config.host_bytes)
+        self.memory = np.zeros(self.config.host_bytes, dtype=np.uint8)
+        self.medium = FakeMedium(self.limit_bytes or 0)
+        self.boot()
+
+    # The daemon
+
+    def boot(self) -> None:
+        """A daemon starts over the same arena and the same medium."""
+        self.boots += 1
+        self.epoch = self.boots.to_bytes(16, "little")
+        self.control.epoch = self.epoch
+        on_ssd = self.limit_bytes is not None
+        self.store = TieredStore(
+            self.config,
+            control=self.control,
+            epoch=self.epoch,
+            host_policy=Lru(),
+            ssd_policy=Lru() if on_ssd else None,
+            ssd_usage=self.medium.usage() if on_ssd else None,
+        )
+        alive = self.alive()
+        for record in self.control.open_writes():
+            if (record.epoch, record.group) in alive:
+                self.store.restore_quarantine(record)
+            else:
+                self.control.clear_write(record.number)
+        if on_ssd:
+            self.store.restore(list(self.medium.rows.values()), self.medium.scan())
+            self.take_jobs()
+
+    def restart(self) -> None:
+        """kill -9 of the daemon and a new start; its clients live on."""
+        self.zombies += self.writings.values()
+        self.writings.clear()
+        self.writer.clear()
+        self.loads.clear()  # A dead process's preads write nothing any more.
+        for held in self.zombies:
+            self.excused.update(copy.block.hash for copy in held.copies)
+        self._undo_open_drops()
+        self.applied = self.queued
+        self.boot()
+        for digest, spec in self.specs.items():
+            self.store.open_namespace(digest, spec)
+
+    def _undo_open_drops(self) -> None:
+        """Drops that were not yet on the medium need not survive; all others must."""
+        undone = {digest for _, digest, key in self.open_drops if key is None}
+        for key, (meta, _, (namespace_drops, block_drops)) in self.medium.blocks.items():
+            current = self.medium.rows[meta.namespace].generation == meta.generation
+            if current and meta.namespace in undone:
+                self.namespace_drops[meta.namespace] = namespace_drops
+                self.block_drops[key] = block_drops
+        for _, digest, dropped in self.open_drops:
+            if dropped in self.medium.blocks:
+                meta, _, version = self.medium.blocks[dropped]
+                if version[0] == self.namespace_drops.get(digest, 0):
+                    self.block_drops[dropped] = version[1]
+        self.open_drops.clear()
+
+    def open(self, spec: NamespaceSpec) -> Namespace:
+        """OpenNamespace."""
+        digest = digest_of(spec)
+        self.specs[digest] = spec
+        return self.store.open_namespace(digest, spec)
+
+    def take_jobs(self) -> None:
+        """The mover takes what the store wants done."""
+        for job in self.store.take_jobs():
+            if isinstance(job, LoadJob):
+                self.loads.append(job)
+                self._scribble_on(job.copy.extent)
+            else:
+                self.writer.append(job)
+                self.queued += 1
+
+    def finish_load(self, at: int, error: TierError | None = None) -> None:
+        """A read of the medium returns."""
+        job = self.loads.pop(at)
+        stored = self.medium.blocks.get(job.hash)
+        if error is None and stored is None:
+            error = CorruptBlock("absent")
+        if error is not None:
+            self._scribble_on(job.copy.extent)
+            if job.copy.current:
+                self.excused.add(job.hash)
+            self.store.loaded(job, 0, error)
+        else:
+            assert stored is not None
+            assert stored[1].size == job.size_bytes
+            self.view(job.copy.extent)[: job.size_bytes] = stored[1]
+            self.versions[job.copy] = stored[2]
+            self.store.loaded(job, job.size_bytes, None)
+        self.take_jobs()
+
+    def finish_write(self, error: TierError | None = None) -> None:
+        """The SSD's writer commits its oldest job, or fails to."""
+        job = self.writer[0]
+        if error is not None and not isinstance(job, WriteJob):
+            return  # Tried again: a lost delete would bring a dropped block back.
+        self.writer.popleft()
+        self.applied += 1
+        self.open_drops = [drop for drop in self.open_drops if drop[0] > self.applied]
+        if isinstance(job, RememberJob):
+            self.medium.rows[job.row.digest] = job.row
+            self.store.remembered(job)
+        elif isinstance(job, DeleteJob):
+            self.medium.delete(job.hash)
+            self.store.ssd_committed(self.medium.usage())
+            self.store.deleted(job)
+        elif error is not None:
+            self.store.written(job, self.now_s, stored_bytes=0, loss=Loss.EXACT, error=error)
+        else:
+            data = self.view(job.copy.extent)[: job.size_bytes].copy()
+            version = self.versions[job.copy]
+            right = content(job.meta.hash, version, job.size_bytes)
+            assert np.array_equal(data, right), "a write job's bytes changed under it"
+            self.medium.put(job.meta, data, version)
+            self.store.ssd_committed(self.medium.usage())
+            self.store.written(
+                job, self.now_s, stored_bytes=job.size_bytes, loss=Loss.EXACT, error=None
+            )
+        self.take_jobs()
+
+    def settle(self) -> None:
+        """All jobs end well."""
+        while self.loads or self.writer:
+            while self.loads:
+                self.finish_load(0)
+            if self.writer:
+                self.finish_write()
+
+    # Clients
+
+    def current(self, namespace: NamespaceDigest, key: BlockHash) -> Version:
+        """The version of a block that is written now, and the only one that may be hit."""
+        return self.namespace_drops.get(namespace, 0), self.block_drops.get(key, 0)
+
+    def acquire(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        group: GroupId,
+        *,
+        ttl_s: float = 0.0,
+        request_id: bytes = b"",
+    ) -> tuple[ReadLease | None, Refusal]:
+        """Acquire; remembers what the bytes must be."""
+        before = self.store.lookup(namespace, hashes)
+        lease, refusal = self.store.acquire(
+            namespace, hashes, group=group, now_s=self.now_s, ttl_s=ttl_s, request_id=request_id
+        )
+        granted = 0 if lease is None else len(lease.copies)
+        self.take_jobs()
+        if lease is None or not any(grant.lease is lease for grant in self.grants):
+            cached = before.host_blocks + before.ssd_blocks
+            assert granted <= cached
+            assert granted == cached or refusal is not Refusal.NONE
+            if lease is not None:
+                mine = list(hashes[:granted])
+                versions = [self.current(namespace.digest, key) for key in mine]
+                self.grants.append(Grant(lease, self.epoch, mine, versions))
+        return lease, refusal
+
+    def reserve(
+        self,
+        namespace: Namespace,
+        parent: BlockHash | None,
+        hashes: Sequence[BlockHash],
+        group: GroupId,
+        *,
+        ttl_s: float = 0.0,
+    ) -> Reserved:
+        """Reserve; half a block of garbage is written at once."""
+        reserved = self.store.reserve(
+            namespace, parent, hashes, group=group, now_s=self.now_s, ttl_s=ttl_s
+        )
+        lease = reserved.lease
+        if lease is not None:
+            versions = [self.current(namespace.digest, copy.block.hash) for copy in lease.copies]
+            self.writings[lease.id] = Writing(
+                lease.id, group, self.epoch, list(lease.copies), versions
+            )
+            for copy in lease.copies:
+                self._scribble_on(copy.extent)
+        self.take_jobs()
+        return reserved
+
+    def commit(self, lease_id: int, group: GroupId) -> int:
+        """Write all bytes, then Commit."""
+        writing = self.writings[lease_id]
+        for copy, version in zip(writing.copies, writing.versions, strict=True):
+            size_bytes = copy.block.namespace.size_bytes
+            self.view(copy.extent)[:size_bytes] = content(copy.block.hash, version, size_bytes)
+        visible = self.store.commit(lease_id, group)
+        del self.writings[lease_id]
+        for copy, version in zip(writing.copies, writing.versions, strict=True):
+            self.versions[copy] = version
+            if copy.current and copy.block.listed:
+                self.excused.discard(copy.block.hash)
+            else:
+                self.excused.add(copy.block.hash)
+        self.take_jobs()
+        return visible
+
+    def abort(self, lease_id: int, group: GroupId) -> None:
+        """Stop writing, then Abort."""
+        self._gone(self.writings.pop(lease_id))
+        self.store.abort(lease_id, group)
+
+    def put(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        group: GroupId | None = None,
+        *,
+        parent: BlockHash | None = None,
+    ) -> Reserved:
+        """Reserve, write and commit."""
+        group = group or group_id(1)
+        reserved = self.reserve(namespace, parent, hashes, group)
+        if reserved.lease is not None:
+            self.commit(reserved.lease.id, group)
+        return reserved
+
+    def serve(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], group: GroupId | None = None
+    ) -> int:
+        """What an engine does with a request: acquire, store the rest, release, finish; the hit."""
+        group = group or group_id(1)
+        lease, _ = self.acquire(namespace, hashes, group)
+        hit = 0 if lease is None else len(lease.copies)
+        reserved = Reserved(None, [], Refusal.NONE, 0, 0)
+        if hit < len(hashes):
+            parent = hashes[hit - 1] if hit else None
+            reserved = self.put(namespace, hashes[hit:], group, parent=parent)
+        if lease is not None:
+            self.store.release(lease.id, group)
+        known = hit + reserved.covered_blocks
+        if known:
+            self.store.finish(namespace, hashes[known - 1])
+        self.take_jobs()
+        return hit
+
+    def drop_blocks(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> int:
+        """Drop; from here on writers write other bytes under these hashes."""
+        dropped = self.store.drop_blocks(namespace, hashes)
+        self.take_jobs()
+        for key in hashes:
+            self.drops += 1
+            self.block_drops[key] = self.drops
+            self.excused.add(key)
+            self.open_drops.append((self.queued, namespace.digest, key))
+        self._close_applied_drops()
+        return dropped
+
+    def drop_namespace(self, namespace: Namespace) -> None:
+        """Drop a whole namespace: its weights changed."""
+        self.store.drop_namespace(namespace)
+        self.take_jobs()
+        self.drops += 1
+        self.namespace_drops[namespace.digest] = self.drops
+        self.open_drops.append((self.queued, namespace.digest, None))
+        self._close_applied_drops()
+
+    def expire(self) -> None:
+        """The daemon looks at its clock; writers past their deadline don't notice."""
+        self.store.expire(self.now_s)
+        live = {lease.id for lease in self.store._leases}
+        self._become_zombies(lambda writing: writing.lease_id not in live)
+
+    def end_group(self, group: GroupId) -> None:
+        """A group's last session ends; its processes live on and may still write."""
+        self.store.end_group(group)
+        self._become_zombies(lambda writing: writing.group == group)
+
+    def kill(self, group: GroupId) -> None:
+        """kill -9 of all processes of a group."""
+        self.end_group(group)
+        self.groups.discard(group)
+        for gone in [zombie for zombie in self.zombies if zombie.group == group]:
+            self.zombies.remove(gone)
+
+    def alive(self) -> set[tuple[bytes, GroupId]]:
+        """What arena.live_owners() would say."""
+        alive = {(self.epoch, group) for group in self.groups}
+        return (
+            alive
+            | {(held.epoch, held.group) for held in self.zombies}
+            | {(held.epoch, held.group) for held in self.writings.values()}
+        )
+
+    def _become_zombies(self, ended: Callable[[Writing], bool]) -> None:
+        for writing in [w for w in self.writings.values() if ended(w)]:
+            del self.writings[writing.lease_id]
+            self._gone(writing)
+            self.zombies.append(writing)
+
+    def _gone(self, writing: Writing) -> None:
+        self.excused.update(copy.block.hash for copy in writing.copies)
+
+    def _close_applied_drops(self) -> None:
+        self.open_drops = [drop for drop in self.open_drops if drop[0] > self.applied]
+
+    # Memory
+
+    def view(self, extent: Extent) -> Content:
+        """The arena's bytes of an extent."""
+        return self.memory[extent.offset_bytes : sum(extent)]
+
+    def _scribble_on(self, extent: Extent) -> None:
+        self.scribble += 1
+        self.view(extent)[:] = self.scribble % 251
+
+    # What must always hold
+
+    def check(self) -> None:
+        """Scribble wherever somebody may, then check every byte that anybody may trust."""
+        for held in (*self.writings.values(), *self.zombies):
+            for copy in held.copies:
+                self._scribble_on(copy.extent)
+        for job in self.loads:
+            self._scribble_on(job.copy.extent)
+        self.store.check_integrity()
+        self._check_readers()
+        self._check_bounds()
+        self._check_medium()
+        self._check_ancestors()
+
+    def _check_readers(self) -> None:
+        valid: list[Grant] = []
+        for grant in self.grants:
+            lease = grant.lease
+            if self.control.epoch != grant.epoch:
+                continue
+            if self.control.generation(lease.slot) != lease.generation:
+                continue
+            valid.append(grant)
+            ready, usable = self.control.counts(lease.slot)
+            assert ready <= usable <= len(lease.copies)
+            assert (ready, usable) == (lease.ready, lease.usable)
+            for copy, key, version in zip(
+                lease.copies[:ready], grant.hashes, grant.versions, strict=False
+            ):
+                size_bytes = copy.block.namespace.size_bytes
+                found = self.view(copy.extent)[:size_bytes]
+                assert np.array_equal(found, content(key, version, size_bytes)), "a wrong byte"
+        self.grants = valid
+
+    def _check_bounds(self) -> None:
+        store, extents = self.store, self.store.host.extents
+        assert 0 <= extents.used_bytes <= self.config.host_bytes
+        assert 0 <= store.host.pinned_bytes <= extents.used_bytes
+        assert 0 <= store.quarantined_bytes <= extents.used_bytes
+        counters = store.counters
+        hits = counters.host_hit_blocks + counters.ssd_hit_blocks
+        assert counters.requested_blocks == hits + counters.missed_blocks
+        if store.ssd is not None:
+            assert 0 <= store.ssd.queued_bytes <= self.config.write_queue_bytes
+
+    def _check_medium(self) -> None:
+        """Blocks that the store calls stored are on the medium, in their current version."""
+        for namespace in self.store.index.namespaces.values():
+            for key, block in namespace.blocks.items():
+                if block.ssd is SsdState.STORED:
+                    assert key in self.medium.blocks, "a stored block is not on the medium"
+                    version = self.medium.blocks[key][2]
+                    assert version == self.current(namespace.digest, key), "a dropped block is back"
+
+    def _check_ancestors(self) -> None:
+        for namespace in self.store.index.namespaces.values():
+            for block in namespace.blocks.values():
+                if block.held:
+                    self._check_parent(block)
+
+    def _check_parent(self, block: Block) -> None:
+        above = block.parent
+        if above is not None and not above.held:
+            assert above.hash in self.excused, "a held block lost its ancestor"
+
+    def check_idle(self) -> None:
+        """Once every lease and job is over, nothing is pinned and nothing waits."""
+        assert not self.loads
+        assert not self.writer
+        assert self.store.host.pinned_bytes == 0
+        assert self.store.quarantined_bytes == 0
+        assert self.store.lease_counts() == (0, 0, 0)
+        assert self.control.open_writes() == []
+        copies = [
+            block.host
+            for namespace in self.store.index.namespaces.values()
+            for block in namespace.blocks.values()
+            if block.host is not None
+        ]
+        assert all(copy.state is HostState.READY for copy in copies)
+        if not self.store.index.has_retired:
+            used = sum(copy.extent.size_bytes for copy in copies)
+            assert used == self.store.host.extents.used_bytes, "extents leaked"
