@@ -271,8 +271,10 @@ class TestWrites:
         put(tier, SMALL, range(3))
         used = tier.usage().used_bytes
         tier.commit(deletes=[block_hash(1)])
+        tier.commit(deletes=[block_hash(0)])
         assert (self.values(tier), tier.usage().used_bytes) == (1, used)
-        tier.commit(deletes=[block_hash(0), block_hash(2)])
+        assert_reads(tier, SMALL, 2)
+        tier.commit(deletes=[block_hash(2)])
         assert (self.values(tier), tier.usage().used_bytes < used) == (0, True)
 
     def test_a_full_file_system_is_a_full_tier(
