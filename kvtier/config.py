@@ -1,0 +1,341 @@
+"""Settings of the daemon: what there is to set, and where the values come from.
+
+A flag wins over the environment (KVTIER_*), that over the TOML file, that over the default. An
+unknown name in any of them stops the start. The daemon takes a finished Settings; only this module
+and the command line know pydantic; config_docs.py writes its documentation.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from kvtier.addresses import default_address, parse_address, parse_host_port
+from kvtier.errors import ConfigError
+from kvtier.sizes import exact_size, parse_size
+
+ENV_PREFIX = "KVTIER_"
+FILE_ENV = "KVTIER_CONFIG"
+"""Names the TOML file where no --config does."""
+
+
+def _size(value: object) -> object:
+    return parse_size(value) if isinstance(value, str) else value
+
+
+def _directory(value: object) -> object:
+    return Path(value).expanduser().absolute() if isinstance(value, str | Path) else value
+
+
+def _optional_directory(value: object) -> object:
+    return None if value == "" else _directory(value)
+
+
+def _at_least(limit_bytes: int) -> AfterValidator:
+    def check(size_bytes: int) -> int:
+        if size_bytes < limit_bytes:
+            raise ValueError(f"must be at least {exact_size(limit_bytes)}")
+        return size_bytes
+
+    return AfterValidator(check)
+
+
+SizeBytes = Annotated[int, BeforeValidator(_size), _at_least(0)]
+Capacity = Annotated[int, BeforeValidator(_size), _at_least(16 << 20)]
+Buffer = Annotated[int, BeforeValidator(_size), _at_least(1 << 20)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Directory = Annotated[Path, BeforeValidator(_directory)]
+
+
+def _default_arena_dir(validated: dict[str, Any]) -> Path:
+    tag = hashlib.sha256(validated["address"].encode()).hexdigest()[:8]
+    return Path(f"/dev/shm/kvtier-{os.getuid()}-{tag}")
+
+
+def _shown(default: str) -> dict[str, Any]:
+    """How documentation writes a default that differs from machine to machine."""
+    return {"shown_default": default}
+
+
+class Settings(BaseSettings):
+    """Everything an operator can set, checked. Values come from the arguments only: see load().
+
+    Attributes: see each field's description. Names end in their unit. arena_dir and
+    pin_limit_bytes hold what is in effect, also where they were left to the default.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, extra="forbid", frozen=True, validate_default=True
+    )
+
+    address: str = Field(
+        default_factory=default_address,
+        description="Where the daemon listens: unix:PATH or tcp:HOST:PORT. TCP has neither "
+        "TLS nor passwords. Without /run/kvtier: $XDG_RUNTIME_DIR/kvtier, else a private "
+        "directory for temporary files.",
+        json_schema_extra=_shown("unix:/run/kvtier/kvtier.sock"),
+    )
+    host_capacity_bytes: Capacity = Field(
+        1 << 30,
+        description="RAM for blocks, in shared memory. At least 16 MiB.",
+    )
+    arena_dir: Directory = Field(
+        default_factory=_default_arena_dir,
+        description="Directory on tmpfs for the arena; daemon and engines see it at one path.",
+        json_schema_extra=_shown("/dev/shm/kvtier-UID-ADDRESSHASH"),
+    )
+    ssd_directory: Annotated[Path | None, BeforeValidator(_optional_directory)] = Field(
+        None,
+        description="Directory on an SSD for the SSD tier. Empty: no SSD tier.",
+    )
+    ssd_capacity_bytes: Capacity = Field(
+        16 << 30,
+        description="Most that the SSD directory may occupy. At least 16 MiB.",
+    )
+    ssd_codec: Literal["raw", "lossless"] = Field(
+        "lossless",
+        description="Stored form of new blocks on the SSD: raw or lossless.",
+    )
+    ssd_durability: Literal["relaxed", "full"] = Field(
+        "relaxed",
+        description="relaxed: stored blocks survive the process, a power cut may cost the SSD "
+        "tier. full: every batch is synced.",
+    )
+    ssd_read_threads: Count = Field(4, description="Reads from the SSD at the same time.")
+    ssd_batch_bytes: Buffer = Field(
+        64 << 20,
+        description="Most that one SSD commit carries. At least 1 MiB.",
+    )
+    write_queue_bytes: Buffer = Field(
+        256 << 20,
+        description="Most that waits for the SSD; beyond it, blocks leave RAM unwritten. "
+        "At least ssd_batch_bytes.",
+    )
+    idle_write_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        0.2,
+        description="Idle time of the SSD after which blocks are written before they must.",
+    )
+    lease_ttl_s: Seconds = Field(30.0, description="Life of a lease whose request names none.")
+    lease_ttl_max_s: Seconds = Field(120.0, description="Longest life of a lease.")
+    session_timeout_s: Seconds = Field(
+        10.0, description="Silence of a client after which its session ends."
+    )
+    heartbeat_s: Seconds = Field(
+        2.0, description="Time between a client's heartbeats; below session_timeout_s."
+    )
+    max_sessions: Count = Field(256, description="Most sessions at once.")
+    max_namespaces: Count = Field(1024, description="Most namespaces open at once.")
+    pin_limit_bytes: SizeBytes = Field(
+        0,
+        description="Most that pins may keep in RAM. 0: a quarter of host_capacity_bytes.",
+    )
+    metrics_address: str = Field(
+        "127.0.0.1:9464",
+        description="HOST:PORT of /metrics over HTTP. Empty: off.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least severe messages logged: debug, info, warning or error."
+    )
+    log_format: Literal["console", "json"] = Field(
+        "console", description="console for people, json for machines."
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments alone: load() reads the other sources, to know where a value is from."""
+        return (init_settings,)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_booleans(cls, value: object) -> object:
+        if isinstance(value, bool):
+            raise ValueError("a boolean has no meaning here")
+        return value
+
+    @field_validator("address", mode="after")
+    @classmethod
+    def _check_address(cls, value: str) -> str:
+        return str(parse_address(value))
+
+    @field_validator("metrics_address", mode="after")
+    @classmethod
+    def _check_metrics_address(cls, value: str) -> str:
+        return parse_host_port(value).target if value else ""
+
+    @field_validator("pin_limit_bytes", mode="after")
+    @classmethod
+    def _default_pin_limit(cls, value: int, info: ValidationInfo) -> int:
+        return value or int(info.data.get("host_capacity_bytes", 0)) // 4
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Settings:
+        most = "at most"
+        bounds = [
+            ("lease_ttl_s", most, "lease_ttl_max_s", self.lease_ttl_s <= self.lease_ttl_max_s),
+            (
+                "heartbeat_s",
+                "below",
+                "session_timeout_s",
+                self.heartbeat_s < self.session_timeout_s,
+            ),
+            (
+                "ssd_batch_bytes",
+                most,
+                "write_queue_bytes",
+                self.ssd_batch_bytes <= self.write_queue_bytes,
+            ),
+            (
+                "pin_limit_bytes",
+                most,
+                "host_capacity_bytes",
+                self.pin_limit_bytes <= self.host_capacity_bytes,
+            ),
+        ]
+        values = self.model_dump()
+        wrong = [
+            f"{low} ({value_text(low, values[low])}) must be {relation} "
+            f"{high} ({value_text(high, values[high])})"
+            for low, relation, high, holds in bounds
+            if not holds
+        ]
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
+
+
+class Loaded(NamedTuple):
+    """Settings, and of each that was set its origin: "flag", "environment" or "file"."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+
+def load(flags: Mapping[str, str] | None = None, *, file: Path | None = None) -> Loaded:
+    """Settings from the flags given, the environment and the file, in this order.
+
+    Args:
+        flags: By field name, as typed.
+        file: TOML, its keys at top level.
+
+    Raises:
+        ConfigError: an unknown name, a value out of range, or no such file.
+    """
+    layers = {
+        "file": _read_file(file) if file else {},
+        "environment": _read_environment(),
+        "flag": dict(flags or {}),
+    }
+    _refuse_unknown("flag", map(flag_name, layers["flag"]), map(flag_name, Settings.model_fields))
+    values: dict[str, object] = {}
+    origins: dict[str, str] = {}
+    for origin, layer in layers.items():
+        values |= layer
+        origins |= dict.fromkeys(layer, origin)
+    try:
+        return Loaded(Settings.model_validate(values), origins)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_problems(error, origins))) from error
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"there is no configuration file {path}")
+    try:
+        values = TomlConfigSettingsSource(Settings, toml_file=path).toml_data
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+    _refuse_unknown(f"key in {path}", values, Settings.model_fields)
+    return values
+
+
+def _read_environment() -> dict[str, Any]:
+    given = (name for name in os.environ if name.startswith(ENV_PREFIX) and name != FILE_ENV)
+    _refuse_unknown("environment variable", given, map(env_name, Settings.model_fields))
+    return EnvSettingsSource(Settings, case_sensitive=False)()
+
+
+def _refuse_unknown(what: str, given: Iterable[str], valid: Iterable[str]) -> None:
+    known = list(valid)
+    for name in given:
+        if name not in known:
+            (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise ConfigError(f"unknown {what}: {name}; the nearest valid name is {nearest}")
+
+
+def _problems(error: ValidationError, origins: Mapping[str, str]) -> Iterator[str]:
+    for detail in error.errors():
+        if detail["type"] == "default_factory_not_called":
+            continue  # Another field's problem, told there.
+        message = detail["msg"].removeprefix("Value error, ")
+        if not detail["loc"]:
+            yield message
+            continue
+        name = str(detail["loc"][0])
+        spelling = {"flag": flag_name, "environment": env_name}.get(origins.get(name, ""), str)
+        yield f"{spelling(name)}={detail['input']}: {message}"
+
+
+def env_name(field: str) -> str:
+    """The environment variable of a setting."""
+    return ENV_PREFIX + field.upper()
+
+
+def flag_name(field: str) -> str:
+    """The command-line flag of a setting."""
+    return "--" + field.replace("_", "-")
+
+
+def unit(name: str) -> str:
+    """The unit that a setting's name ends in, or ""."""
+    if name.endswith("_bytes"):
+        return "bytes"
+    return "seconds" if name.endswith("_s") else ""
+
+
+def value_text(name: str, value: object) -> str:
+    """A setting's value as people read it and load() takes it."""
+    if isinstance(value, int) and unit(name) == "bytes":
+        return exact_size(value)
+    if isinstance(value, float):
+        return repr(value).removesuffix(".0")
+    return "" if value is None else str(value)
+
+
+def toml_value(name: str, value: object) -> str:
+    """A setting's value as TOML writes it; load() reads it back as the same value."""
+    text = value_text(name, value)
+    is_number = isinstance(value, int | float) and (unit(name) != "bytes" or text.isdigit())
+    return text if is_number else json.dumps(text, ensure_ascii=False)
