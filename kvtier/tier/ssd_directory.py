@@ -66,7 +66,8 @@ class StoreDirectory:
 
     def lost_power(self) -> bool:
         """Whether the machine went down with the store open, so that unsynced writes are gone."""
-        return self._boot_path.exists() and self._boot_path.read_text() != _BOOT_ID.read_text()
+        left_open = self._boot_path.exists() and self.data_path.exists()
+        return left_open and self._boot_path.read_text() != _BOOT_ID.read_text()
 
     def mark_open(self) -> None:
         """Remember this boot until mark_clean()."""

@@ -370,44 +370,46 @@ class TestSuddenDeath:
 
 
 class TestPowerCut:
-    def crash(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bool) -> Path:
-        """A relaxed store left open by another boot of the machine."""
-        home = tmp_path / "ssd"
+    @pytest.fixture
+    def home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A relaxed store with one block, left open by another boot of the machine."""
+        home, mark = tmp_path / "ssd", tmp_path / "ssd" / "kvtier.boot"
         tier = open_tier(home)
         tier.commit(namespaces=ROWS)
         put(tier, LARGE, [0])
-        assert (home / "kvtier.boot").exists()
-        boot = (home / "kvtier.boot").read_text()
-        with tier._env.lmdb.begin() as txn:
-            leaf = txn.stat(tier._env.rows)
-        assert leaf["leaf_pages"] == 1
+        boot = mark.read_text()
         tier.close()
-        assert not (home / "kvtier.boot").exists(), "a clean close leaves no mark"
-        (home / "kvtier.boot").write_text(boot)
-        if damage:
-            data = home / "env-000" / "data.mdb"
-            content = bytearray(data.read_bytes())
-            at = content.find(block_hash(0))  # The leaf with the row of the block.
-            while at >= 0:
-                page = at - at % 4096
-                content[page : page + 4096] = bytes(4096)
-                at = content.find(block_hash(0), at)
-            data.write_bytes(content)
+        assert not mark.exists(), "a clean close leaves no mark"
+        mark.write_text(boot)
         (tmp_path / "boot_id").write_text("another boot\n")
         monkeypatch.setattr(ssd_directory, "_BOOT_ID", tmp_path / "boot_id")
         return home
 
-    def test_a_sound_tree_is_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        tier = open_tier(self.crash(tmp_path, monkeypatch, damage=False))
+    def test_a_sound_tree_is_kept(self, home: Path) -> None:
+        tier = open_tier(home)
         assert_reads(tier, LARGE, 0)
         tier.close()
 
-    def test_a_torn_tree_is_told_and_never_opened(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        home = self.crash(tmp_path, monkeypatch, damage=True)
+    def test_a_torn_tree_is_told_and_never_opened(self, home: Path) -> None:
+        data = home / "env-000" / "data.mdb"
+        content = bytearray(data.read_bytes())
+        page = content.index(block_hash(0)) & ~4095  # The leaf with the row of the block.
+        content[page : page + 4096] = bytes(4096)
+        data.write_bytes(content)
         with pytest.raises(FormatError, match="power cut"):
             open_tier(home)
+
+    def test_torn_meta_pages_are_told(self, home: Path) -> None:
+        data = home / "env-000" / "data.mdb"
+        data.write_bytes(bytes(8192) + data.read_bytes()[8192:])
+        with pytest.raises(FormatError, match="power cut"):
+            open_tier(home)
+
+    def test_a_removed_environment_starts_empty(self, home: Path) -> None:
+        (home / "env-000" / "data.mdb").unlink()
+        tier = open_tier(home)
+        assert tier.usage().blocks == 0
+        tier.close()
 
     def test_full_durability_needs_no_mark(self, tmp_path: Path) -> None:
         tier = open_tier(tmp_path, durability="full")
