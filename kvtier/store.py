@@ -10,7 +10,8 @@ control page. All calls come from one thread, so each is atomic.
     loaded, written, deleted, ssd_committed <- the mover
 
 A block leaves a tier coldest first, never while pinned, and never as the last copy while blocks
-that continue it are held: no held block loses its ancestors.
+that continue it are held: no held block loses its ancestors. Only a failing SSD is no reason to
+keep one, or the chains that it holds the tails of would fill RAM for good.
 """
 
 from __future__ import annotations
@@ -430,17 +431,16 @@ class TieredStore:
         return durable
 
     def write_ahead(self, now_s: float, *, idle: bool) -> None:
-        """Queue writes of unwritten blocks when the writer is idle, or clean room runs short."""
+        """Queue writes of unwritten blocks, oldest first, if idle or if they fill half the RAM."""
         if self.ssd is None or not self.ssd.dirty:
             return
-        extents = self.host.extents
-        short = self.ssd.dirty_bytes > extents.capacity_bytes * 7 // 8
-        if not (idle or short):
-            return
-        for block in list(self.ssd.dirty):
+        bearable_bytes = self.host.extents.capacity_bytes // 2
+        urgent = self.ssd.dirty_bytes > bearable_bytes
+        while self.ssd.dirty and (idle or self.ssd.dirty_bytes > bearable_bytes):
+            block = next(iter(self.ssd.dirty))
             if not block.listed:
                 self.ssd.mark_clean(block)
-            elif not self.ssd.demote(block, now_s):
+            elif not self.ssd.demote(block, now_s, urgent=urgent):
                 return
 
     def drop_blocks(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> int:
@@ -691,6 +691,9 @@ class TieredStore:
 
     def _evictions(self, now_s: float) -> Generator[None, None, None]:
         """Evict the coldest block that may leave RAM, at each step."""
+        extents, busy_bytes = self.host.extents, self.host.pinned_bytes + self.quarantined_bytes
+        if extents.used_bytes == busy_bytes:
+            return  # Without a look at every block: the answer is due at once.
         with closing(self.host.coldest()) as order:
             for block in order:
                 copy = block.host
@@ -701,10 +704,10 @@ class TieredStore:
                     if self.ssd is not None:
                         if self.ssd.demote(block, now_s):
                             continue  # Leaves once it is written.
-                        if not block.children:
+                        if not (block.children and self.ssd.healthy):
                             self.counters.demotions_shed_blocks += 1
                             self.ssd.mark_clean(block)
-                    if block.children:
+                    if block.children and (self.ssd is None or self.ssd.healthy):
                         continue
                 self.host.evict(block)
                 yield

@@ -244,6 +244,23 @@ class StoreMachine(RuleBasedStateMachine):
         self.world.drop_namespace(namespace)
         self.assert_miss(namespace, chain(namespace, tokens))
 
+    @precondition(lambda self: self.world.loads)
+    @rule(which=WHICH, who=WHO, whole=st.booleans())
+    def replace_under_a_load(self, which: int, who: GroupId, whole: bool) -> None:
+        """A block is dropped and stored anew, with other bytes, while its old bytes are read."""
+        block = self.world.loads[which % len(self.world.loads)].copy.block
+        namespace = block.namespace
+        hashes = [above.hash for above in self.world.store.index.chain(block)][::-1]
+        if whole:
+            self.world.drop_namespace(namespace)
+        else:
+            self.world.drop_blocks(namespace, hashes)
+        self.world.put(namespace, hashes, who)
+        self.world.store.flush(namespace, hashes, self.world.now_s)
+        self.world.take_jobs()
+        while self.world.writer:
+            self.world.finish_write()
+
     @rule()
     def reap(self) -> None:
         while self.world.store.reap():

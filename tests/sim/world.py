@@ -139,7 +139,8 @@ class World:
         loads: Reads under way.
         writer: Jobs for the SSD's writer, in order.
         excused: Blocks that may lack while blocks behind them are held: dropped by a client,
-            failed to load, or never written.
+            failed to load, never written, or given up while the SSD failed.
+        disk_failed: A write failed since the last check, or the SSD has not recovered.
     """
 
     config: StoreConfig
@@ -166,6 +167,7 @@ class World:
     applied: int = 0
     open_drops: list[tuple[int, NamespaceDigest, BlockHash | None]] = field(default_factory=list)
     excused: set[BlockHash] = field(default_factory=set)
+    disk_failed: bool = False
     scribble: int = 0
 
     def __post_init__(self) -> None:
@@ -282,6 +284,7 @@ class World:
             self.store.ssd_committed(self.medium.usage())
             self.store.deleted(job)
         elif error is not None:
+            self.disk_failed = True
             self.store.written(job, self.now_s, stored_bytes=0, loss=Loss.EXACT, error=error)
         else:
             data = self.view(job.copy.extent)[: job.size_bytes].copy()
@@ -499,6 +502,7 @@ class World:
         self._check_bounds()
         self._check_medium()
         self._check_ancestors()
+        self.disk_failed = self.store.ssd is not None and not self.store.ssd.healthy
 
     def _check_readers(self) -> None:
         valid: list[Grant] = []
@@ -549,6 +553,8 @@ class World:
     def _check_parent(self, block: Block) -> None:
         above = block.parent
         if above is not None and not above.held:
+            if self.disk_failed:
+                self.excused.add(above.hash)
             assert above.hash in self.excused, "a held block lost its ancestor"
 
     def check_idle(self) -> None:
