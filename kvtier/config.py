@@ -100,7 +100,7 @@ class Settings(BaseSettings):
         json_schema_extra=_shown("unix:/run/kvtier/kvtier.sock"),
     )
     host_capacity_bytes: Capacity = Field(
-        1 << 30,
+        default=1 << 30,
         description="RAM for blocks, in shared memory. At least 16 MiB.",
     )
     arena_dir: Directory = Field(
@@ -109,59 +109,61 @@ class Settings(BaseSettings):
         json_schema_extra=_shown("/dev/shm/kvtier-UID-ADDRESSHASH"),
     )
     ssd_directory: Annotated[Path | None, BeforeValidator(_optional_directory)] = Field(
-        None,
+        default=None,
         description="Directory on an SSD for the SSD tier. Empty: no SSD tier.",
     )
     ssd_capacity_bytes: Capacity = Field(
-        16 << 30,
+        default=16 << 30,
         description="Most that the SSD directory may occupy. At least 16 MiB.",
     )
     ssd_codec: Literal["raw", "lossless"] = Field(
-        "lossless",
+        default="lossless",
         description="Stored form of new blocks on the SSD: raw or lossless.",
     )
     ssd_durability: Literal["relaxed", "full"] = Field(
-        "relaxed",
+        default="relaxed",
         description="relaxed: stored blocks survive the process, a power cut may cost the SSD "
         "tier. full: every batch is synced.",
     )
-    ssd_read_threads: Count = Field(4, description="Reads from the SSD at the same time.")
+    ssd_read_threads: Count = Field(default=4, description="Reads from the SSD at the same time.")
     ssd_batch_bytes: Buffer = Field(
-        64 << 20,
+        default=64 << 20,
         description="Most that one SSD commit carries. At least 1 MiB.",
     )
     write_queue_bytes: Buffer = Field(
-        256 << 20,
+        default=256 << 20,
         description="Most that waits for the SSD; beyond it, blocks leave RAM unwritten. "
         "At least ssd_batch_bytes.",
     )
     idle_write_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        0.2,
+        default=0.2,
         description="Idle time of the SSD after which blocks are written before they must.",
     )
-    lease_ttl_s: Seconds = Field(30.0, description="Life of a lease whose request names none.")
-    lease_ttl_max_s: Seconds = Field(120.0, description="Longest life of a lease.")
+    lease_ttl_s: Seconds = Field(
+        default=30.0, description="Life of a lease whose request names none."
+    )
+    lease_ttl_max_s: Seconds = Field(default=120.0, description="Longest life of a lease.")
     session_timeout_s: Seconds = Field(
-        10.0, description="Silence of a client after which its session ends."
+        default=10.0, description="Silence of a client after which its session ends."
     )
     heartbeat_s: Seconds = Field(
-        2.0, description="Time between a client's heartbeats; below session_timeout_s."
+        default=2.0, description="Time between a client's heartbeats; below session_timeout_s."
     )
-    max_sessions: Count = Field(256, description="Most sessions at once.")
-    max_namespaces: Count = Field(1024, description="Most namespaces open at once.")
+    max_sessions: Count = Field(default=256, description="Most sessions at once.")
+    max_namespaces: Count = Field(default=1024, description="Most namespaces open at once.")
     pin_limit_bytes: SizeBytes = Field(
-        0,
+        default=0,
         description="Most that pins may keep in RAM. 0: a quarter of host_capacity_bytes.",
     )
     metrics_address: str = Field(
-        "127.0.0.1:9464",
+        default="127.0.0.1:9464",
         description="HOST:PORT of /metrics over HTTP. Empty: off.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least severe messages logged: debug, info, warning or error."
+        default="info", description="Least severe messages logged: debug, info, warning or error."
     )
     log_format: Literal["console", "json"] = Field(
-        "console", description="console for people, json for machines."
+        default="console", description="console for people, json for machines."
     )
 
     @classmethod
