@@ -24,13 +24,18 @@ class LoadJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteJob:
-    """Write a block from copy.extent to the SSD; answered by store.written()."""
+    """Write a block from copy.extent to the SSD; answered by store.written().
+
+    Attributes:
+        urgent: Somebody waits for it, or will soon: it may compete with the engine for a core.
+    """
 
     id: int
     copy: HostCopy
     meta: BlockMeta
     size_bytes: int
     allowed_loss: Loss
+    urgent: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,8 @@
 
     loads    a queue in prefix order, `read_threads` reads in flight
     writes   one ordered queue; a batch is encoded on the codec threads while the one before it is
-             committed on the writer thread; waits while loads are in flight
+             committed on the writer thread; waits while loads are in flight. Encoding is what
+             costs CPU: batches that nobody waits for do it on threads of the lowest class
 
 Runs on the event loop; blocking work is on small executors. The only place where TierError is
 caught: it becomes a failed job, and the store makes a miss of it.
@@ -108,10 +109,10 @@ class Mover:
         self._work = asyncio.Event()
         self._read_threads = read_threads
         self._readers = ThreadPoolExecutor(read_threads, "ssd-read")
-        self._writer = ThreadPoolExecutor(1, "ssd-write", initializer=_lowest_priority)
-        self._codecs = ThreadPoolExecutor(
-            min(4, os.cpu_count() or 1), "codec", initializer=_lowest_priority
-        )
+        self._writer = ThreadPoolExecutor(1, "ssd-write")
+        threads = min(4, os.cpu_count() or 1)
+        self._codecs = ThreadPoolExecutor(threads, "codec")
+        self._idle_codecs = ThreadPoolExecutor(threads, "codec-idle", initializer=_lowest_priority)
 
     def pump(self) -> None:
         """Take over the jobs that the store has made. Call after every call of the store."""
@@ -140,7 +141,7 @@ class Mover:
 
     def close(self) -> None:
         """Wait for running work and end the threads."""
-        for executor in (self._readers, self._codecs, self._writer):
+        for executor in (self._readers, self._idle_codecs, self._codecs, self._writer):
             executor.shutdown(wait=True, cancel_futures=True)
 
     async def _load_loop(self) -> None:
@@ -220,9 +221,10 @@ class Mover:
     async def _prepare(self, batch: _Batch) -> TierError | None:
         """Encode the batch's blocks on the codec threads."""
         loop = asyncio.get_running_loop()
+        urgent = any(job.urgent for job in batch.writes)
         encoded = [
             loop.run_in_executor(
-                self._codecs,
+                self._codecs if urgent else self._idle_codecs,
                 self._ssd.prepare,
                 job.meta,
                 self._arena.view(job.copy.extent, job.size_bytes),
@@ -292,5 +294,5 @@ class Mover:
 
 
 def _lowest_priority() -> None:
-    """Writing to the SSD may never take a core from the engine: lowest class of this thread."""
+    """What nobody waits for may not take a core from the engine: lowest class of this thread."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -162,7 +162,7 @@ class SsdResidency:
             del self.dirty[block]
             self.dirty_bytes -= block.namespace.size_bytes
 
-    def demote(self, block: Block, now_s: float) -> bool:
+    def demote(self, block: Block, now_s: float, *, urgent: bool = True) -> bool:
         """Queue a write of a READY block.
 
         False if the queue, the SSD or its health forbid it, or the block's namespace was dropped.
@@ -195,8 +195,8 @@ class SsdResidency:
             generation=namespace.generation,
             stamp=block.stamp,
         )
-        job = WriteJob(self._last_job, copy, meta, namespace.size_bytes, block.allowed_loss)
-        self._jobs.append(job)
+        size_bytes, loss = namespace.size_bytes, block.allowed_loss
+        self._jobs.append(WriteJob(self._last_job, copy, meta, size_bytes, loss, urgent))
         return True
 
     def remember(self, block: Block) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import typer
 
 from kvtier import __version__
-from kvtier.cli import serve, status
+from kvtier.cli import demo, serve, status
 from kvtier.errors import ConfigError, KvtierError
 
 _ENGINE_PACKAGES = {"torch", "safetensors", "tokenizers"}
@@ -27,6 +27,7 @@ app = typer.Typer(
 )
 app.command("serve")(serve.with_settings(serve.serve))
 app.command("config")(serve.with_settings(serve.config))
+app.command("demo")(demo.demo)
 app.command("status")(status.status)
 app.command("top")(status.top)
 

@@ -339,6 +339,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
     @typed_errors
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
         blocks = self._store.commit(request.lease_id, self._group(request.session_id))
+        self._store.write_ahead(self._clock(), idle=False)
         self._pump()
         return pb.CommitResponse(blocks=blocks)
 

@@ -1,0 +1,379 @@
+"""`kvtier demo`: the main job for real, on a small trained model, in under a minute.
+
+A real daemon with small capacities; source files of the running Python's standard library as long
+shared contexts; several questions about each, then follow-ups. Every turn is first answered
+without kvtier, and every later phase must generate exactly the same tokens:
+
+    cold      the first question about each file: nothing cached
+    host      more turns about the same file: its prefix is in RAM
+    ssd       all turns again, after other files have pushed theirs out of RAM
+    restart   the same after kill -9 of the daemon
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import sysconfig
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.table import Table
+
+from kvtier.client import Client
+from kvtier.errors import ConfigError
+from kvtier.hashing import block_hashes, namespace_digest, root_hash
+from kvtier.process import DaemonProcess
+from kvtier.types import BlockHash, Tier
+
+FILES = ("socket.py", "queue.py", "shelve.py", "sched.py", "contextlib.py", "selectors.py")
+DOCUMENTS = 4
+CONTEXT_TOKENS = 3000
+QUESTIONS = (
+    "\n\n# Question: which class is the most important one in this file?\nclass ",
+    "\n\n# Question: how is this module used?\n>>> import ",
+)
+FOLLOW_UP = "\n# And one more example, please:\n>>> "
+ANSWER_TOKENS = 24
+HOST_CAPACITY_BYTES = 80 << 20
+SSD_CAPACITY_BYTES = 1 << 30
+FLUSH_TIMEOUT_S = 30.0
+HOST_SPEEDUP = 8.0
+SSD_SPEEDUP = 5.0
+LONG_PROMPT_TOKENS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One prompt, and the answer that every phase must give."""
+
+    name: str
+    document: int
+    prompt: list[int]
+    answer: tuple[int, ...]
+    text: str
+    ttft_s: float
+    tokens_per_s: float
+
+
+@dataclass(slots=True)
+class Phase:
+    """What a phase served."""
+
+    name: str
+    prompt_tokens: int = 0
+    cached_tokens: Counter[str] = field(default_factory=Counter)
+    ttft_s: list[float] = field(default_factory=list)
+    long_ttft_s: list[float] = field(default_factory=list)
+    reference_ttft_s: list[float] = field(default_factory=list)
+    tokens_per_s: list[float] = field(default_factory=list)
+    differing_turns: list[str] = field(default_factory=list)
+
+    def add(self, turn: Turn, completion: Any) -> None:
+        """Note one answer."""
+        self.prompt_tokens += completion.prompt_tokens
+        self.cached_tokens.update(completion.cached_tokens)
+        self.ttft_s.append(completion.ttft_s)
+        if completion.prompt_tokens >= LONG_PROMPT_TOKENS:
+            self.long_ttft_s.append(completion.ttft_s)
+        self.reference_ttft_s.append(turn.ttft_s)
+        self.tokens_per_s.append(completion.decode_tokens_per_s)
+        if completion.token_ids != turn.answer:
+            self.differing_turns.append(turn.name)
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "name": self.name,
+            "prompts": len(self.ttft_s),
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": {t.value: self.cached_tokens[t] for t in (Tier.HOST, Tier.SSD)},
+            "ttft_ms": round(1000 * statistics.median(self.ttft_s), 2),
+            "tokens_per_s": round(statistics.median(self.tokens_per_s), 1),
+            "tokens_equal": not self.differing_turns,
+        }
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The whole demo."""
+
+    phases: list[Phase]
+    hit_rate: dict[str, float]
+    ssd: dict[str, float]
+    shown: Turn
+
+    @property
+    def tokens_equal(self) -> bool:
+        """Every phase generated exactly the reference's tokens."""
+        return not any(phase.differing_turns for phase in self.phases)
+
+    def speedup(self, name: str) -> float:
+        """Median TTFT of long prompts, cold over `name`."""
+        by_name = {phase.name: phase for phase in self.phases}
+        return _median(by_name["cold"].long_ttft_s) / _median(by_name[name].long_ttft_s)
+
+    def problems(self) -> list[str]:
+        """Why the demo failed; empty if all of it holds."""
+        found = [
+            f"phase {phase.name}: other tokens than the reference in {', '.join(turns)}"
+            for phase in self.phases
+            if (turns := phase.differing_turns)
+        ]
+        for phase in self.phases:
+            tier = {"host": Tier.HOST, "ssd": Tier.SSD, "restart": Tier.SSD}.get(phase.name)
+            if tier is not None and phase.cached_tokens[tier] < 0.5 * phase.prompt_tokens:
+                found.append(f"phase {phase.name}: less than half of its tokens came from {tier}")
+        for name, least in (("host", HOST_SPEEDUP), ("ssd", SSD_SPEEDUP)):
+            if self.speedup(name) < least:
+                found.append(f"TTFT from {name} is only {self.speedup(name):.1f}x lower than cold")
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "ok": not self.problems(),
+            "tokens_equal": self.tokens_equal,
+            "phases": [phase.as_json() for phase in self.phases],
+            "speedup": {n: round(self.speedup(n), 1) for n in ("host", "ssd", "restart")},
+            "hit_rate": self.hit_rate,
+            "ssd": self.ssd,
+            "problems": self.problems(),
+        }
+
+
+def demo(
+    json_output: Annotated[bool, typer.Option("--json", help="End with one JSON line.")] = False,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="An MLA checkpoint directory; default: tiny-mla.")
+    ] = None,
+) -> None:
+    """Serve real prompts cold, from RAM, from SSD and after kill -9, and compare every token."""
+    checkpoint = checkpoint or default_checkpoint()
+    console = Console(stderr=json_output)
+    with (
+        tempfile.TemporaryDirectory(prefix="kvtier-demo-") as directory,
+        Progress(console=Console(stderr=True), transient=True) as progress,
+    ):
+        outcome = Demo(checkpoint, Path(directory), progress).run()
+    show(outcome, console)
+    if json_output:
+        print(json.dumps(outcome.as_json()))
+    if outcome.problems():
+        raise typer.Exit(1)
+
+
+def default_checkpoint() -> Path:
+    """The checkpoint that the repository carries.
+
+    Raises:
+        ConfigError: kvtier runs from somewhere else.
+    """
+    path = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny-mla"
+    if not (path / "config.json").exists():
+        raise ConfigError("no checkpoints/tiny-mla beside kvtier: give one with --checkpoint DIR")
+    return path
+
+
+class Demo:
+    """One run: an engine without kvtier, an engine with it, and a daemon."""
+
+    def __init__(self, checkpoint: Path, directory: Path, progress: Progress) -> None:
+        # Engines need torch; the daemon and every other command do not.
+        from engine_adapter.mla import MlaEngine, SamplingParams
+
+        self._engine_class = MlaEngine
+        self._params = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
+        self._checkpoint = checkpoint
+        self._directory = directory
+        self._progress = progress
+
+    def run(self) -> Outcome:
+        """All phases."""
+        turns = self._reference()
+        first = [turn for turn in turns if turn.name.startswith("question 1")]
+        later = [turn for turn in turns if not turn.name.startswith("question 1")]
+        reference = Phase("reference")
+        for turn in turns:
+            reference.prompt_tokens += len(turn.prompt)
+            reference.ttft_s.append(turn.ttft_s)
+            reference.reference_ttft_s.append(turn.ttft_s)
+            reference.tokens_per_s.append(turn.tokens_per_s)
+        phases = {name: Phase(name) for name in ("cold", "host", "ssd", "restart")}
+        with (
+            DaemonProcess(
+                self._directory,
+                host_capacity_bytes=HOST_CAPACITY_BYTES,
+                ssd_capacity_bytes=SSD_CAPACITY_BYTES,
+            ) as daemon,
+            Client(daemon.address, name="demo", acquire_timeout_s=1.0) as client,
+        ):
+            engine = self._engine(client)
+            task = self._task("cold and host", len(turns))
+            for document in range(DOCUMENTS):
+                self._serve(engine, phases["cold"], _about(document, first), task)
+                self._serve(engine, phases["host"], _about(document, later), task)
+                self._flush(client, engine, _about(document, turns))
+            # Round robin over more than RAM holds: a file is out of it when its turn comes.
+            task = self._task("ssd", len(turns))
+            self._serve(engine, phases["ssd"], [*first, *later], task)
+            stats = [client.stats()]
+            daemon.kill()
+            daemon.start()
+            if not client.wait_attached(10.0):
+                raise ConfigError("the client did not attach to the restarted daemon")
+            task = self._task("restart", len(turns))
+            self._serve(engine, phases["restart"], [*first, *later], task)
+            stats.append(client.stats())
+        counters: Counter[str] = Counter()
+        for stat in stats:
+            counters.update(dict(stat.counters))
+        return Outcome(
+            [reference, *phases.values()], _hit_rates(counters), _ssd_rates(counters), turns[0]
+        )
+
+    def _engine(self, client: Client | None) -> Any:
+        from engine_adapter.mla import PrefixCache
+
+        cache = PrefixCache(client) if client is not None else None
+        engine = self._engine_class(self._checkpoint, prefix_cache=cache)
+        engine.generate([[1, 2, 3]], self._params)  # Thread pools and kernels warm up once.
+        return engine
+
+    def _reference(self) -> list[Turn]:
+        """Answer every turn without kvtier."""
+        engine = self._engine(None)
+        turns: list[Turn] = []
+        contexts = _contexts(engine, self._checkpoint)
+        task = self._task("reference", DOCUMENTS * (len(QUESTIONS) + 1))
+        for document, (name, context) in enumerate(contexts):
+            for number, question in enumerate(QUESTIONS, start=1):
+                prompt = context + engine.tokenizer.encode(question)[1:]
+                turn = self._answer(engine, f"question {number} on {name}", document, prompt)
+                turns.append(turn)
+                self._progress.advance(task)
+            follow_up = engine.tokenizer.encode(FOLLOW_UP)[1:]
+            prompt = [*turn.prompt, *turn.answer, *follow_up]
+            turns.append(self._answer(engine, f"follow-up on {name}", document, prompt))
+            self._progress.advance(task)
+        return turns
+
+    def _answer(self, engine: Any, name: str, document: int, prompt: list[int]) -> Turn:
+        [done] = engine.generate([prompt], self._params)
+        return Turn(
+            name,
+            document,
+            prompt,
+            done.token_ids,
+            done.text,
+            done.ttft_s,
+            done.decode_tokens_per_s,
+        )
+
+    def _serve(self, engine: Any, phase: Phase, turns: Iterable[Turn], task: TaskID) -> None:
+        for turn in turns:
+            [completion] = engine.generate([turn.prompt], self._params)
+            phase.add(turn, completion)
+            self._progress.advance(task)
+
+    def _flush(self, client: Client, engine: Any, turns: Iterable[Turn]) -> None:
+        """Make everything the turns stored durable, as an operator would before a restart."""
+        spec = engine.namespace
+        root = root_hash(namespace_digest(spec))
+        for turn in turns:
+            hashes: Sequence[BlockHash] = block_hashes(
+                root, [*turn.prompt, *turn.answer[:-1]], spec.block_tokens
+            )
+            if not all(client.flush(spec, hashes, timeout_s=FLUSH_TIMEOUT_S)):
+                self._progress.console.print(f"not all of {turn.name} became durable")
+
+    def _task(self, name: str, total: int) -> TaskID:
+        return self._progress.add_task(name, total=total)
+
+
+def _contexts(engine: Any, checkpoint: Path) -> list[tuple[str, list[int]]]:
+    """Long prompts: (file name, tokens) of standard library files that are long enough."""
+    room = engine.model_config.max_tokens - 8 * ANSWER_TOKENS - 200
+    wanted = min(CONTEXT_TOKENS, room)
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    found: list[tuple[str, list[int]]] = []
+    for name in [*FILES, *sorted(path.name for path in stdlib.glob("*.py"))]:
+        tokens = engine.tokenizer.encode((stdlib / name).read_text(errors="replace"))[:wanted]
+        if len(tokens) == wanted and all(name != known for known, _ in found):
+            found.append((name, tokens))
+        if len(found) == DOCUMENTS:
+            return found
+    raise ConfigError(f"{stdlib} has too few source files of {wanted} tokens for {checkpoint}")
+
+
+def _about(document: int, turns: Iterable[Turn]) -> list[Turn]:
+    return [turn for turn in turns if turn.document == document]
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else float("nan")
+
+
+def _hit_rates(counters: Counter[str]) -> dict[str, float]:
+    requested = counters["requested_blocks"] or 1
+    return {
+        tier.value: round(counters[f"{tier.value}_hit_blocks"] / requested, 4)
+        for tier in (Tier.HOST, Tier.SSD)
+    }
+
+
+def _ssd_rates(counters: Counter[str]) -> dict[str, float]:
+    return {
+        f"{verb}_gbps": round(
+            counters[f"ssd_{done}_bytes"] / 1e9 / (counters[f"ssd_{verb}_seconds"] or 1e-9), 3
+        )
+        for verb, done in (("write", "written"), ("read", "read"))
+    }
+
+
+def show(outcome: Outcome, console: Console) -> None:
+    """The tables, for people."""
+    table = Table(title="kvtier demo: the same turns, with and without kvtier")
+    for column in (
+        "phase",
+        "prompts",
+        "prompt tokens",
+        "from host",
+        "from SSD",
+        "TTFT ms",
+        "speed-up",
+        "tokens/s",
+        "tokens",
+    ):
+        table.add_column(column, justify="left" if column == "phase" else "right")
+    for phase in outcome.phases:
+        ratios = [a / b for a, b in zip(phase.reference_ttft_s, phase.ttft_s, strict=True)]
+        table.add_row(
+            phase.name,
+            str(len(phase.ttft_s)),
+            f"{phase.prompt_tokens:,}",
+            f"{phase.cached_tokens[Tier.HOST]:,}",
+            f"{phase.cached_tokens[Tier.SSD]:,}",
+            f"{1000 * _median(phase.ttft_s):.1f}",
+            f"{_median(ratios):.1f}x",
+            f"{_median(phase.tokens_per_s):.0f}",
+            "differ" if phase.differing_turns else "equal",
+        )
+    console.print(table)
+    console.print(
+        f"hit rate: host {outcome.hit_rate['host']:.1%}, SSD {outcome.hit_rate['ssd']:.1%}; "
+        f"SSD write {outcome.ssd['write_gbps']:.2f} GB/s, read {outcome.ssd['read_gbps']:.2f} GB/s"
+    )
+    console.print(f"{outcome.shown.name}, as answered in every phase:", style="bold")
+    console.print(outcome.shown.text, markup=False, highlight=False)
+    for problem in outcome.problems():
+        console.print(f"FAILED: {problem}", style="red")
+    sys.stdout.flush()

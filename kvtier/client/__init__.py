@@ -1,0 +1,7 @@
+"""The client that engines use. See client.py."""
+
+from kvtier.client.calls import Missed
+from kvtier.client.client import Client, GetResult
+from kvtier.client.leases import ReadLease, WriteLease
+
+__all__ = ["Client", "GetResult", "Missed", "ReadLease", "WriteLease"]

@@ -1,0 +1,228 @@
+"""Leases as a client holds them: where the copies happen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import grpc
+import numpy as np
+
+from kvtier.client.attachment import Attachment
+from kvtier.client.calls import Calls
+from kvtier.codec.base import Bytes
+from kvtier.types import MissReason
+from kvtier.v1 import cache_pb2 as pb
+
+CALL_TIMEOUT_S = 1.0
+READ_TIMEOUT_S = 10.0
+CHUNK_BYTES = 1 << 20
+
+
+class ReadLease:
+    """The longest cached prefix, pinned until release(); zero blocks is a miss. Context manager.
+
+    Attributes:
+        num_blocks: Blocks granted.
+        ssd_blocks: How many of them were on the SSD only.
+    """
+
+    def __init__(
+        self, calls: Calls, attachment: Attachment | None, answer: pb.AcquireResponse
+    ) -> None:
+        self.num_blocks = answer.blocks
+        self.ssd_blocks = answer.ssd_blocks
+        self._calls = calls
+        self._attachment = attachment
+        self._answer = answer
+        self._ready = answer.ready_blocks
+
+    def __enter__(self) -> ReadLease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def read_into(self, destinations: Sequence[Bytes], *, timeout_s: float = READ_TIMEOUT_S) -> int:
+        """Copy blocks as they become ready, in prefix order.
+
+        Args:
+            destinations: One (block bytes,) uint8 array a block wanted, at most num_blocks count.
+            timeout_s: For those that are still on the SSD.
+
+        Returns:
+            Leading destinations that hold their blocks; later ones are undefined.
+        """
+        wanted = min(len(destinations), self.num_blocks)
+        attachment = self._attachment
+        if not wanted or attachment is None:
+            return 0
+        if attachment.mapped:
+            done = self._copy(attachment, destinations, wanted, time.monotonic() + timeout_s)
+        else:
+            done = self._fetch(attachment, destinations, wanted, timeout_s)
+        if done < wanted:
+            self._calls.count_miss(
+                MissReason.LEASE_LOST if attachment.lost.is_set() else MissReason.LOAD_FAILED
+            )
+        return done
+
+    def wait(self, blocks: int, *, timeout_s: float = READ_TIMEOUT_S) -> int:
+        """Wait until the first `blocks` are ready, or can't be; how many are."""
+        attachment = self._attachment
+        if attachment is None or self._ready >= min(blocks, self.num_blocks):
+            return self._ready
+        request = pb.WaitRequest(
+            session_id=attachment.session_id,
+            lease_id=self._answer.lease_id,
+            blocks=blocks,
+            timeout_ms=max(0, round(timeout_s * 1000)),
+        )
+        with self._calls.failing_open():
+            call = attachment.stub.Wait
+            answer = self._calls.call(attachment, call, request, timeout_s + CALL_TIMEOUT_S)
+            self._ready = answer.ready_blocks
+        return self._ready
+
+    def release(self) -> None:
+        """Let the blocks go. Idempotent."""
+        attachment, self._attachment = self._attachment, None
+        if attachment is None or attachment.lost.is_set():
+            return
+        request = pb.ReleaseRequest(
+            session_id=attachment.session_id, lease_id=self._answer.lease_id
+        )
+        with self._calls.failing_open():
+            self._calls.call(attachment, attachment.stub.Release, request, CALL_TIMEOUT_S)
+
+    def _copy(
+        self,
+        attachment: Attachment,
+        destinations: Sequence[Bytes],
+        wanted: int,
+        deadline_s: float,
+    ) -> int:
+        answer, done = self._answer, 0
+        while done < wanted:
+            ready = min(wanted, self._ready)
+            if ready == done:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or self.wait(done + 1, timeout_s=left_s) <= done:
+                    return done
+                continue
+            if attachment.lost.is_set():
+                return done
+            for index in range(done, ready):
+                source = attachment.extent(answer.offsets[index], answer.block_bytes)
+                np.copyto(destinations[index], source)
+            if not attachment.shows(answer.slot, answer.slot_generation):
+                return done  # The lease ended under the copies: they count for nothing.
+            done = ready
+        return done
+
+    def _fetch(
+        self,
+        attachment: Attachment,
+        destinations: Sequence[Bytes],
+        wanted: int,
+        timeout_s: float,
+    ) -> int:
+        request = pb.FetchRequest(
+            session_id=attachment.session_id, lease_id=self._answer.lease_id, blocks=wanted
+        )
+        received, size_bytes = 0, self._answer.block_bytes
+        try:
+            for chunk in attachment.stub.Fetch(request, timeout=timeout_s):
+                data = np.frombuffer(chunk.data, dtype=np.uint8)
+                index, inside = divmod(received, size_bytes)
+                np.copyto(destinations[index][inside : inside + data.size], data)
+                received += data.size
+        except grpc.RpcError:
+            pass  # What has arrived whole is good: chunks come in order, copied under the lease.
+        return received // size_bytes
+
+
+class WriteLease:
+    """Room for new blocks: write them, then commit() or abort(). Context manager: aborts on exit
+    unless committed.
+
+    Attributes:
+        indices: Which of the asked hashes want writing; the others are present or had no room.
+        covered_blocks: Leading asked hashes that are present, being written, or granted here.
+    """
+
+    def __init__(
+        self, calls: Calls, attachment: Attachment | None, answer: pb.ReserveResponse
+    ) -> None:
+        self.indices: Sequence[int] = answer.indices
+        self.covered_blocks = answer.covered_blocks
+        self._calls = calls
+        self._answer = answer
+        self._attachment = attachment if answer.lease_id else None
+        self._streamed: list[Bytes] = []
+        if self._attachment is not None:
+            self._attachment.start_write()
+
+    def __enter__(self) -> WriteLease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
+
+    def write_from(self, sources: Sequence[Bytes]) -> None:
+        """Copy sources[i] for each i of `indices`.
+
+        Args:
+            sources: One (block bytes,) uint8 array for each asked hash. Without shared memory
+                they must not change before commit().
+        """
+        attachment, answer = self._attachment, self._answer
+        if attachment is None or attachment.lost.is_set():
+            return
+        if not attachment.mapped:
+            self._streamed = [sources[index] for index in answer.indices]
+            return
+        for index, offset in zip(answer.indices, answer.offsets, strict=True):
+            np.copyto(attachment.extent(offset, answer.block_bytes), sources[index])
+
+    def commit(self) -> bool:
+        """Make the blocks visible, all or none; False if they are not."""
+        attachment, self._attachment = self._attachment, None
+        if attachment is None:
+            return not self._answer.reason and not self._answer.lease_id
+        committed = False
+        try:
+            with self._calls.failing_open():
+                if attachment.mapped:
+                    request = pb.CommitRequest(
+                        session_id=attachment.session_id, lease_id=self._answer.lease_id
+                    )
+                    call = attachment.stub.Commit
+                    self._calls.call(attachment, call, request, CALL_TIMEOUT_S)
+                else:
+                    self._store(attachment)
+                committed = True
+        finally:
+            attachment.end_write()
+        return committed
+
+    def abort(self) -> None:
+        """Give the room back; our copies have stopped. Idempotent, harmless after commit()."""
+        attachment, self._attachment = self._attachment, None
+        if attachment is None:
+            return
+        attachment.end_write()
+        if attachment.lost.is_set():
+            return
+        request = pb.AbortRequest(session_id=attachment.session_id, lease_id=self._answer.lease_id)
+        with self._calls.failing_open():
+            self._calls.call(attachment, attachment.stub.Abort, request, CALL_TIMEOUT_S)
+
+    def _store(self, attachment: Attachment) -> None:
+        def chunks() -> Iterator[pb.StoreChunk]:
+            yield pb.StoreChunk(session_id=attachment.session_id, lease_id=self._answer.lease_id)
+            for source in self._streamed:
+                for at in range(0, source.size, CHUNK_BYTES):
+                    yield pb.StoreChunk(data=source[at : at + CHUNK_BYTES].tobytes())
+
+        self._calls.call(attachment, attachment.stub.Store, chunks(), READ_TIMEOUT_S)
