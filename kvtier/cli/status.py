@@ -221,7 +221,10 @@ def overview(
     rate = _hit_rate(now.counters, before.counters if before else {})
     if rate:
         facts.add_row("hits", rate + (" in this interval" if before else ""))
-    return Group(facts, _tier_table(now), _counter_table(now, before, elapsed_s))
+    parts: list[RenderableType] = [facts, _tier_table(now)]
+    if any(now.counters.values()):
+        parts.append(_counter_table(now, before, elapsed_s))
+    return Group(*parts)
 
 
 def _tier_table(now: DaemonStatus) -> Table:
