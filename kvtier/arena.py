@@ -217,7 +217,10 @@ def live_owners(lock_dir: Path) -> set[tuple[bytes, GroupId]]:
             epoch_hex, group_hex, _ = path.name.split("-")
             owner = bytes.fromhex(epoch_hex), GroupId(bytes.fromhex(group_hex))
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except (ValueError, FileNotFoundError):
+        except PermissionError:
+            alive.add(owner)  # Another user's: no telling, so nothing of it is reused.
+            continue
+        except (ValueError, OSError):
             continue  # Not a lock file, or released this instant.
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
