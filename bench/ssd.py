@@ -55,7 +55,7 @@ class RawFile:
         """Sequentially, then fdatasync."""
         at = 0
         for block in self._blocks:
-            at += os.pwrite(self._descriptor, memoryview(block), at)
+            at += os.pwrite(self._descriptor, block.data, at)
         os.fdatasync(self._descriptor)
 
     def drop_cache(self) -> None:
@@ -68,7 +68,7 @@ class RawFile:
             list(pool.map(self._read_share, range(READ_THREADS)))
 
     def _read_share(self, thread: int) -> None:
-        buffer = memoryview(self._buffers[thread])
+        buffer = self._buffers[thread].data
         step = READ_BYTES * READ_THREADS
         for at in range(thread * READ_BYTES, self.size_bytes, step):
             os.preadv(self._descriptor, [buffer], at)

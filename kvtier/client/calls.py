@@ -85,10 +85,7 @@ class Calls:
         Raises:
             Missed: it failed, or the breaker is open.
         """
-        if attachment.lost.is_set():
-            raise Missed(MissReason.NO_SESSION)
-        if time.monotonic() < self._breaker_until_s:
-            raise Missed(MissReason.BREAKER_OPEN)
+        self._check(attachment)
         try:
             answer = method(request, timeout=timeout_s)
         except grpc.RpcError as error:
@@ -97,6 +94,31 @@ class Calls:
             raise Missed(MissReason.NO_SESSION, str(error)) from error
         self._breaker_s = BREAKER_FIRST_S
         return answer
+
+    def send(self, attachment: Attachment, method: Any, request: Any, timeout_s: float) -> None:
+        """One rpc whose answer nobody waits for; its failure is counted when it is known.
+
+        Raises:
+            Missed: it could not be sent, or the breaker is open.
+        """
+        self._check(attachment)
+        try:
+            answer = method.future(request, timeout=timeout_s)
+        except ValueError as error:  # The channel was closed meanwhile.
+            raise Missed(MissReason.NO_SESSION, str(error)) from error
+        answer.add_done_callback(lambda done: self._note(attachment, done))
+
+    def _note(self, attachment: Attachment, done: grpc.Future[Any]) -> None:
+        if done.cancelled():
+            self.count_miss(MissReason.NO_SESSION)
+        elif isinstance(error := done.exception(), grpc.RpcError):
+            self.count_miss(self._missed(attachment, error).reason)
+
+    def _check(self, attachment: Attachment) -> None:
+        if attachment.lost.is_set():
+            raise Missed(MissReason.NO_SESSION)
+        if time.monotonic() < self._breaker_until_s:
+            raise Missed(MissReason.BREAKER_OPEN)
 
     def _missed(self, attachment: Attachment, error: grpc.RpcError) -> Missed:
         code, detail = error.code(), error.details() or ""

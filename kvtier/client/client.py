@@ -293,13 +293,13 @@ class Client:
             return lease.covered_blocks if lease.commit() else lease.indices[0]
 
     def finish(self, spec: NamespaceSpec, tail: BlockHash) -> None:
-        """The request is over: its chain becomes the most recent."""
+        """The request is over: its chain becomes the most recent. Does not wait for the answer."""
         with self._calls.failing_open():
             attachment, digest = self._namespace(spec)
             request = pb.FinishRequest(
                 session_id=attachment.session_id, namespace=digest, tail=tail
             )
-            self._calls.call(attachment, attachment.stub.Finish, request, CALL_TIMEOUT_S)
+            self._calls.send(attachment, attachment.stub.Finish, request, CALL_TIMEOUT_S)
 
     def flush(
         self, spec: NamespaceSpec, hashes: Sequence[BlockHash], *, timeout_s: float
