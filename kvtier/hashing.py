@@ -34,6 +34,7 @@ from kvtier.types import (
 )
 
 _U32 = struct.Struct("<I")
+_HASH = struct.Struct(f"{HASH_BYTES}s")
 _READ_BYTES = 1 << 20
 
 
@@ -179,7 +180,7 @@ def split_hashes(packed: bytes) -> list[BlockHash]:
         raise InvalidRequest(
             f"hashes: {len(packed)} bytes is not a multiple of {HASH_BYTES} (sha256)"
         )
-    return [BlockHash(packed[at : at + HASH_BYTES]) for at in range(0, len(packed), HASH_BYTES)]
+    return [BlockHash(value) for (value,) in _HASH.iter_unpack(packed)]
 
 
 def weights_revision(paths: Iterable[Path], *, cache_dir: Path | None = None) -> str:

@@ -6,7 +6,7 @@ the SSD. Both are parts of the store (store.py): no I/O, one thread.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 
 from kvtier.extents import Extent, ExtentAllocator
@@ -47,13 +47,29 @@ class HostResidency:
             self.pinned_bytes += copy.extent.size_bytes
         copy.pins += 1
 
+    def pin_all(self, copies: Iterable[HostCopy]) -> None:
+        """Pin many: the hot path of Acquire, so without a call each."""
+        newly_bytes = 0
+        for copy in copies:
+            if not copy.pins:
+                newly_bytes += copy.extent.size_bytes
+            copy.pins += 1
+        self.pinned_bytes += newly_bytes
+
+    def unpin_all(self, copies: Iterable[HostCopy]) -> None:
+        """Undo pin_all(); a copy that left its block meanwhile gives its extent back."""
+        freed_bytes = 0
+        for copy in copies:
+            copy.pins -= 1
+            if not copy.pins:
+                freed_bytes += copy.extent.size_bytes
+                if copy.block.host is not copy:
+                    self.extents.free(copy.extent)
+        self.pinned_bytes -= freed_bytes
+
     def unpin(self, copy: HostCopy) -> None:
-        """Undo one pin; a copy that left its block meanwhile gives its extent back."""
-        copy.pins -= 1
-        if not copy.pins:
-            self.pinned_bytes -= copy.extent.size_bytes
-            if not copy.current:
-                self.extents.free(copy.extent)
+        """Undo one pin."""
+        self.unpin_all((copy,))
 
     def make_ready(self, copy: HostCopy) -> None:
         """The copy's bytes are complete: readers may have them, and it may be evicted."""

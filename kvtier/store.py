@@ -258,7 +258,7 @@ class TieredStore:
         """End a pin; harmless if it is over."""
         pin = self._pins.pop(pin_id, None)
         if pin is not None:
-            self._unpin_all(pin.copies)
+            self.host.unpin_all(pin.copies)
 
     # Writing
 
@@ -640,8 +640,7 @@ class TieredStore:
         """Pin a prefix, reserving extents for what is on the SSD only, as far as there is room."""
         self._touch(prefix)
         resident = [block.host for block in prefix if block.host is not None]
-        for copy in resident:
-            self.host.pin(copy)
+        self.host.pin_all(resident)
         if len(resident) == len(prefix):
             return resident, 0
         copies: list[HostCopy] = []
@@ -659,7 +658,7 @@ class TieredStore:
                     on_ssd += 1
                 copies.append(known)
         granted = set(copies)
-        self._unpin_all(copy for copy in resident if copy not in granted)
+        self.host.unpin_all(copy for copy in resident if copy not in granted)
         return copies, on_ssd
 
     def _load(self, block: Block, extent: Extent) -> HostCopy:
@@ -777,7 +776,7 @@ class TieredStore:
             lease.slot, generation=lease.generation + 1, ready_blocks=0, usable_blocks=0
         )
         self._slots.append(lease.slot)
-        self._unpin_all(lease.copies)
+        self.host.unpin_all(lease.copies)
 
     def _abandon(self, copies: list[HostCopy], records: list[int]) -> None:
         """Undo a reservation whose writer has stopped."""
@@ -802,10 +801,6 @@ class TieredStore:
         for extent in held.extents:
             self.host.extents.free(extent)
         self._clear_records(held.records)
-
-    def _unpin_all(self, copies: Iterable[HostCopy]) -> None:
-        for copy in copies:
-            self.host.unpin(copy)
 
     def _drop(self, block: Block) -> None:
         self._drop_copies(block)
