@@ -102,6 +102,7 @@ class Mover:
         self._clock = clock
         self._loads: asyncio.Queue[LoadJob] = asyncio.Queue()
         self._loads_open = 0
+        self._loading_since_s = 0.0
         self._no_loads = asyncio.Event()
         self._no_loads.set()
         self._writes: deque[WriteJob | DeleteJob | RememberJob] = deque()
@@ -118,8 +119,10 @@ class Mover:
         """Take over the jobs that the store has made. Call after every call of the store."""
         for job in self._store.take_jobs():
             if isinstance(job, LoadJob):
+                if not self._loads_open:
+                    self._no_loads.clear()
+                    self._loading_since_s = time.perf_counter()
                 self._loads_open += 1
-                self._no_loads.clear()
                 self._loads.put_nowait(job)
             else:
                 self._writes_open += 1
@@ -149,7 +152,6 @@ class Mover:
         while True:
             job = await self._loads.get()
             out = self._arena.view(job.copy.extent, job.size_bytes)
-            started_s = time.perf_counter()
             stored_bytes, failure = 0, None
             try:
                 stored_bytes = await loop.run_in_executor(
@@ -165,7 +167,8 @@ class Mover:
                 self._loads_open -= 1
                 if not self._loads_open:
                     self._no_loads.set()
-                self._store.counters.ssd_read_seconds += time.perf_counter() - started_s
+                    busy_s = time.perf_counter() - self._loading_since_s
+                    self._store.counters.ssd_read_seconds += busy_s
                 self._store.loaded(job, stored_bytes, failure)
                 self.pump()
                 self.progress.notify()

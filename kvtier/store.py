@@ -597,6 +597,8 @@ class TieredStore:
         copies = {lease_copy for lease in self._leases for lease_copy in lease.copies}
         copies |= {copy for pin in self._pins.values() for copy in pin.copies}
         copies |= set(self._loading)
+        for copy in copies:
+            assert copy.block.linked or not copy.current, "a copy's block is out of its chain"
         ready = stored = 0
         for namespace in self.index.namespaces.values():
             for block in namespace.blocks.values():
@@ -649,11 +651,12 @@ class TieredStore:
             for block in prefix:
                 known = block.host
                 if known is None:
-                    if block.ssd is not SsdState.STORED:
-                        break  # Making room for the blocks before cost it its only copy.
                     extent = self.host.allocate(block.namespace.size_bytes, evictions)
                     if extent is None:
                         break
+                    if block.ssd is not SsdState.STORED:
+                        self.host.extents.free(extent)
+                        break  # Making room, for it or for those before, cost it its only copy.
                     known = self._load(block, extent)
                     on_ssd += 1
                 copies.append(known)
@@ -729,7 +732,9 @@ class TieredStore:
         copies: list[HostCopy],
         evictions: Iterator[None],
     ) -> HostCopy | Refusal:
+        block.children += 1  # It may lose all blocks behind it now, but not its own place.
         extent = self.host.allocate(block.namespace.size_bytes, evictions)
+        block.children -= 1
         if extent is None:
             return Refusal.FULL
         if not copies or sum(copies[-1].extent) != extent.offset_bytes:

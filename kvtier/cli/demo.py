@@ -13,6 +13,7 @@ without kvtier, and every later phase must generate exactly the same tokens:
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import sysconfig
@@ -49,14 +50,21 @@ FLUSH_TIMEOUT_S = 30.0
 HOST_SPEEDUP = 8.0
 SSD_SPEEDUP = 5.0
 LONG_PROMPT_TOKENS = 2000
+TABLE_WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One prompt, and the answer that every phase must give."""
+    """One prompt, and the answer that every phase must give.
+
+    Attributes:
+        document: Which file it is about.
+        kind: Which of the turns about that file.
+    """
 
     name: str
     document: int
+    kind: int
     prompt: list[int]
     answer: tuple[int, ...]
     text: str
@@ -158,7 +166,7 @@ def demo(
 ) -> None:
     """Serve real prompts cold, from RAM, from SSD and after kill -9, and compare every token."""
     checkpoint = checkpoint or default_checkpoint()
-    console = Console(stderr=json_output)
+    console = Console(stderr=json_output, width=None if sys.stderr.isatty() else TABLE_WIDTH)
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-demo-") as directory,
         Progress(console=Console(stderr=True), transient=True) as progress,
@@ -187,6 +195,8 @@ class Demo:
     """One run: an engine without kvtier, an engine with it, and a daemon."""
 
     def __init__(self, checkpoint: Path, directory: Path, progress: Progress) -> None:
+        # Daemon and engine share the cores: threads that spin while they wait would starve both.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         # Engines need torch; the daemon and every other command do not.
         from engine_adapter.mla import MlaEngine, SamplingParams
 
@@ -199,8 +209,10 @@ class Demo:
     def run(self) -> Outcome:
         """All phases."""
         turns = self._reference()
-        first = [turn for turn in turns if turn.name.startswith("question 1")]
-        later = [turn for turn in turns if not turn.name.startswith("question 1")]
+        first = [turn for turn in turns if turn.kind == 0]
+        later = [turn for turn in turns if turn.kind > 0]
+        # Round robin over more than RAM holds: a file is out of it when its turn comes.
+        round_robin = sorted(turns, key=lambda turn: turn.kind)
         reference = Phase("reference")
         for turn in turns:
             reference.prompt_tokens += len(turn.prompt)
@@ -222,16 +234,15 @@ class Demo:
                 self._serve(engine, phases["cold"], _about(document, first), task)
                 self._serve(engine, phases["host"], _about(document, later), task)
                 self._flush(client, engine, _about(document, turns))
-            # Round robin over more than RAM holds: a file is out of it when its turn comes.
             task = self._task("ssd", len(turns))
-            self._serve(engine, phases["ssd"], [*first, *later], task)
+            self._serve(engine, phases["ssd"], round_robin, task)
             stats = [client.stats()]
             daemon.kill()
             daemon.start()
             if not client.wait_attached(10.0):
                 raise ConfigError("the client did not attach to the restarted daemon")
             task = self._task("restart", len(turns))
-            self._serve(engine, phases["restart"], [*first, *later], task)
+            self._serve(engine, phases["restart"], round_robin, task)
             stats.append(client.stats())
         counters: Counter[str] = Counter()
         for stat in stats:
@@ -255,22 +266,24 @@ class Demo:
         contexts = _contexts(engine, self._checkpoint)
         task = self._task("reference", DOCUMENTS * (len(QUESTIONS) + 1))
         for document, (name, context) in enumerate(contexts):
-            for number, question in enumerate(QUESTIONS, start=1):
-                prompt = context + engine.tokenizer.encode(question)[1:]
-                turn = self._answer(engine, f"question {number} on {name}", document, prompt)
-                turns.append(turn)
+            for kind, question in enumerate((*QUESTIONS, FOLLOW_UP)):
+                if question == FOLLOW_UP:  # Goes on where the last answer ended.
+                    prompt = [*turns[-1].prompt, *turns[-1].answer]
+                    title = f"follow-up on {name}"
+                else:
+                    prompt = context
+                    title = f"question {kind + 1} on {name}"
+                prompt = prompt + engine.tokenizer.encode(question)[1:]
+                turns.append(self._answer(engine, title, document, kind, prompt))
                 self._progress.advance(task)
-            follow_up = engine.tokenizer.encode(FOLLOW_UP)[1:]
-            prompt = [*turn.prompt, *turn.answer, *follow_up]
-            turns.append(self._answer(engine, f"follow-up on {name}", document, prompt))
-            self._progress.advance(task)
         return turns
 
-    def _answer(self, engine: Any, name: str, document: int, prompt: list[int]) -> Turn:
+    def _answer(self, engine: Any, name: str, document: int, kind: int, prompt: list[int]) -> Turn:
         [done] = engine.generate([prompt], self._params)
         return Turn(
             name,
             document,
+            kind,
             prompt,
             done.token_ids,
             done.text,

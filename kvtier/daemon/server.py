@@ -8,6 +8,7 @@ writing.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import secrets
 import signal
@@ -66,6 +67,11 @@ def serve(settings: Settings) -> None:
 async def _serve(settings: Settings) -> None:
     async with AsyncExitStack() as stack:
         daemon = await Daemon.open(settings, stack)
+        # The index is large, long-lived and acyclic: walking it again and again would only stall
+        # requests. What a warm start built is exempt, and full collections become rare.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(50_000, 50, 100)
         stop = asyncio.Event()
         force = asyncio.Event()
         loop = asyncio.get_running_loop()

@@ -195,7 +195,7 @@ _PLAIN = {
     "demotions_shed_blocks": "Blocks that left RAM unwritten because the SSD did not keep up.",
     "ssd_read_blocks": "Blocks loaded from the SSD.",
     "ssd_read_bytes": "Stored bytes read from the SSD.",
-    "ssd_read_seconds": "Time of those reads, added up over the readers.",
+    "ssd_read_seconds": "Time during which reads were in flight.",
     "ssd_written_blocks": "Blocks written to the SSD.",
     "ssd_written_bytes": "Stored bytes written to the SSD.",
     "ssd_write_seconds": "Time of the writer's commits.",
