@@ -227,6 +227,21 @@ class StoreMachine(RuleBasedStateMachine):
         self.world.store.start_demotions(pages * 4096, self.world.now_s)
         self.world.take_jobs()
 
+    @rule(where=WHERE, tokens=TOKENS, aborts=st.booleans(), hole=st.integers(1, 3))
+    def fill_a_hole(self, where: int, tokens: list[int], aborts: bool, hole: int) -> None:
+        """A head goes away under blocks that continue it, and comes back while RAM is full."""
+        namespace = self.namespace(where)
+        hashes = chain(namespace, tokens)
+        hole = min(hole, len(hashes))
+        head = self.world.reserve(namespace, None, hashes[:hole], GROUPS[0])
+        self.world.put(namespace, hashes[hole:], GROUPS[1], parent=hashes[hole - 1])
+        if aborts and head.lease is not None:
+            self.world.abort(head.lease.id, GROUPS[0])
+        elif not aborts:
+            self.world.drop_blocks(namespace, hashes[:hole])
+        self.world.serve(namespace, chain(namespace, [0, *tokens]))
+        self.world.serve(namespace, hashes)
+
     # Dropping
 
     @rule(where=WHERE, tokens=TOKENS, last=st.integers(1, 3))

@@ -871,3 +871,49 @@ def test_stored_counts_only_what_became_visible() -> None:
     assert world.store.counters.stored_bytes == PAGE
     world.check()
     world.check_idle()
+
+
+# Making room for a block must not take its own place in the chain
+
+
+def test_a_hole_can_be_filled_when_that_costs_the_block_behind_it() -> None:
+    """User report 7, in a full store: the aborted head comes back, its orphan leaves for it."""
+    world = world_of(2)
+    namespace = world.open(SPEC)
+    hashes = chain(namespace, range(3))
+    head = world.reserve(namespace, None, hashes[:1], ALICE)
+    assert head.lease is not None
+    world.put(namespace, hashes[1:2], BOB, parent=hashes[0])
+    world.abort(head.lease.id, ALICE)
+    world.put(namespace, chain(namespace, [50]), BOB)
+    world.store.finish(namespace, chain(namespace, [50])[0])
+    reserved = world.reserve(namespace, None, [hashes[0]], ALICE)
+    assert reserved.lease is not None
+    world.check()
+    assert world.commit(reserved.lease.id, ALICE) == 1
+    assert present(world, hashes) == 1
+    assert world.put(namespace, hashes[1:], BOB, parent=hashes[0]).refusal is Refusal.FULL
+    world.check()
+
+
+def test_a_block_that_left_the_ssd_to_make_room_for_itself_is_not_granted() -> None:
+    """A tiny SSD: to load a block another one is demoted, into its place."""
+    world = world_of(2, ssd_blocks=2, queue_blocks=1)
+    namespace = world.open(SPEC)
+    interior, wanted = chain(namespace, [1, 1]), chain(namespace, [2])
+    for hashes in (interior[:1], wanted):
+        world.serve(namespace, hashes)
+        world.store.flush(namespace, hashes, world.now_s)
+        world.take_jobs()
+        world.settle()
+    world.restart()
+    namespace = world.open(SPEC)
+    world.put(namespace, chain(namespace, [3]))
+    world.put(namespace, interior[1:], parent=interior[0])
+    assert world.acquire(namespace, wanted, ALICE) == (None, Refusal.FULL)
+    assert not world.loads
+    world.check()
+    world.settle()
+    world.check()
+    world.check_idle()
+    assert on_ssd(world, interior) == [True, True]
