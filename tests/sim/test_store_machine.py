@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 from kvtier.errors import CorruptBlock, LeaseState, TierUnavailable, UnknownLease
 from kvtier.index import Namespace, SsdState
 from kvtier.store import StoreConfig
-from kvtier.types import BlockHash, GroupId
+from kvtier.types import BlockHash, GroupId, Loss
 from tests.sim.world import Grant, World, Writing, chain, digest_of, group_id, spec_of
 
 SPECS = (spec_of(5_000), spec_of(12_000))
@@ -31,6 +31,7 @@ WHICH = st.integers(0, 63)
 WHERE = st.integers(0, 1)
 WHO = st.sampled_from(GROUPS)
 TTL = st.sampled_from((1.0, 5.0, 60.0))
+LOSS = st.sampled_from(Loss)
 RARELY = st.sampled_from((False, False, False, True))
 FAULT = st.sampled_from((None, None, None, TierUnavailable("EIO"), CorruptBlock("checksum")))
 
@@ -68,11 +69,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     # Reading
 
-    @rule(where=WHERE, tokens=TOKENS, who=WHO, ttl_s=TTL)
-    def acquire(self, where: int, tokens: list[int], who: GroupId, ttl_s: float) -> None:
+    @rule(where=WHERE, tokens=TOKENS, who=WHO, ttl_s=TTL, loss=LOSS)
+    def acquire(
+        self, where: int, tokens: list[int], who: GroupId, ttl_s: float, loss: Loss
+    ) -> None:
         namespace = self.namespace(where)
         hashes = chain(namespace, tokens)
-        lease, _ = self.world.acquire(namespace, hashes, who, ttl_s=ttl_s)
+        lease, _ = self.world.acquire(namespace, hashes, who, ttl_s=ttl_s, allowed_loss=loss)
         if lease is not None:
             assert [copy.block.hash for copy in lease.copies] == hashes[: len(lease.copies)]
 
@@ -139,15 +142,19 @@ class StoreMachine(RuleBasedStateMachine):
 
     # Writing
 
-    @rule(where=WHERE, tokens=TOKENS, who=WHO, ttl_s=TTL, behind=st.integers(0, 4))
+    @rule(where=WHERE, tokens=TOKENS, who=WHO, behind=st.integers(0, 4), ttl_s=TTL, loss=LOSS)
     def reserve(
-        self, where: int, tokens: list[int], who: GroupId, ttl_s: float, behind: int
+        self, where: int, tokens: list[int], who: GroupId, behind: int, ttl_s: float, loss: Loss
     ) -> None:
         namespace = self.namespace(where)
         hashes = chain(namespace, tokens)
         behind = min(behind, len(hashes) - 1)
         parent = hashes[behind - 1] if behind else None
-        self.world.reserve(namespace, parent, hashes[behind:], who, ttl_s=ttl_s)
+        reserved = self.world.reserve(
+            namespace, parent, hashes[behind:], who, ttl_s=ttl_s, allowed_loss=loss
+        )
+        if reserved.lease is not None and loss is Loss.BOUNDED:
+            self.world.commit(reserved.lease.id, who)
 
     @rule(where=WHERE, prompts=st.lists(TOKENS, min_size=1, max_size=4), who=WHO)
     def serve(self, where: int, prompts: list[list[int]], who: GroupId) -> None:

@@ -82,14 +82,16 @@ class FakeMedium:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.blocks: dict[BlockHash, tuple[BlockMeta, Content, Version]] = {}
+        self.losses: dict[BlockHash, Loss] = {}
         self.rows: dict[NamespaceDigest, NamespaceRow] = {}
 
-    def put(self, meta: BlockMeta, data: Content, version: Version) -> None:
-        """Store a block; a present one is replaced."""
+    def put(self, meta: BlockMeta, data: Content, version: Version, loss: Loss) -> None:
+        """Store a block; a present one is replaced. `loss` is a label: the bytes stay exact."""
         assert meta.namespace in self.rows, "a block before its namespace"
         assert self.rows[meta.namespace].generation == meta.generation, "out of generation"
         self.delete(meta.hash)
         self.blocks[meta.hash] = meta, data, version
+        self.losses[meta.hash] = loss
         self.used_bytes += data.size
         assert self.used_bytes <= self.limit_bytes, "the store overfilled the SSD"
 
@@ -104,7 +106,10 @@ class FakeMedium:
 
     def scan(self) -> list[StoredBlock]:
         """What a real tier yields at open."""
-        return [StoredBlock(meta, data.size, Loss.EXACT) for meta, data, _ in self.blocks.values()]
+        return [
+            StoredBlock(meta, data.size, self.losses[key])
+            for key, (meta, data, _) in self.blocks.items()
+        ]
 
 
 @dataclass(slots=True)
@@ -291,11 +296,10 @@ class World:
             version = self.versions[job.copy]
             right = content(job.meta.hash, version, job.size_bytes)
             assert np.array_equal(data, right), "a write job's bytes changed under it"
-            self.medium.put(job.meta, data, version)
+            loss = job.allowed_loss
+            self.medium.put(job.meta, data, version, loss)
             self.store.ssd_committed(self.medium.usage())
-            self.store.written(
-                job, self.now_s, stored_bytes=job.size_bytes, loss=Loss.EXACT, error=None
-            )
+            self.store.written(job, self.now_s, stored_bytes=job.size_bytes, loss=loss, error=None)
         self.take_jobs()
 
     def settle(self) -> None:
@@ -320,11 +324,18 @@ class World:
         *,
         ttl_s: float = 0.0,
         request_id: bytes = b"",
+        allowed_loss: Loss = Loss.EXACT,
     ) -> tuple[ReadLease | None, Refusal]:
         """Acquire; remembers what the bytes must be."""
-        before = self.store.lookup(namespace, hashes)
+        before = self.store.lookup(namespace, hashes, allowed_loss)
         lease, refusal = self.store.acquire(
-            namespace, hashes, group=group, now_s=self.now_s, ttl_s=ttl_s, request_id=request_id
+            namespace,
+            hashes,
+            group=group,
+            now_s=self.now_s,
+            ttl_s=ttl_s,
+            request_id=request_id,
+            allowed_loss=allowed_loss,
         )
         granted = 0 if lease is None else len(lease.copies)
         self.take_jobs()
@@ -333,6 +344,7 @@ class World:
             assert granted <= cached
             assert granted == cached or refusal is not Refusal.NONE
             if lease is not None:
+                assert all(copy.loss <= allowed_loss for copy in lease.copies)
                 mine = list(hashes[:granted])
                 versions = [self.current(namespace.digest, key) for key in mine]
                 self.grants.append(Grant(lease, self.epoch, mine, versions))
@@ -346,10 +358,21 @@ class World:
         group: GroupId,
         *,
         ttl_s: float = 0.0,
+        allowed_loss: Loss = Loss.EXACT,
     ) -> Reserved:
         """Reserve; half a block of garbage is written at once."""
+        for key in hashes:
+            block = namespace.blocks.get(key)
+            if block is not None and block.held and not block.hit(allowed_loss):
+                self.excused.add(key)  # Being written, or has lost too much and gives way.
         reserved = self.store.reserve(
-            namespace, parent, hashes, group=group, now_s=self.now_s, ttl_s=ttl_s
+            namespace,
+            parent,
+            hashes,
+            group=group,
+            now_s=self.now_s,
+            ttl_s=ttl_s,
+            allowed_loss=allowed_loss,
         )
         lease = reserved.lease
         if lease is not None:

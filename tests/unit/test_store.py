@@ -19,7 +19,7 @@ from kvtier.errors import (
 )
 from kvtier.index import HostState, SsdState
 from kvtier.store import Prefix, StoreConfig
-from kvtier.types import BlockHash, NamespaceDigest, Refusal
+from kvtier.types import BlockHash, Loss, NamespaceDigest, Refusal
 from tests.sim.world import World, chain, digest_of, group_id, spec_of
 
 PAGE = 4096
@@ -917,3 +917,31 @@ def test_a_block_that_left_the_ssd_to_make_room_for_itself_is_not_granted() -> N
     world.check()
     world.check_idle()
     assert on_ssd(world, interior) == [True, True]
+
+
+def test_a_lossy_copy_serves_only_who_allows_it_and_gives_way_to_the_exact_one() -> None:
+    world = world_of(4, ssd_blocks=16)
+    namespace = world.open(SPEC)
+    hashes = chain(namespace, range(2))
+    reserved = world.reserve(namespace, None, hashes, ALICE, allowed_loss=Loss.BOUNDED)
+    assert reserved.lease is not None
+    world.commit(reserved.lease.id, ALICE)
+    assert present(world, hashes) == 2, "RAM holds what the engine delivered"
+    world.store.flush(namespace, hashes, world.now_s)
+    world.take_jobs()
+    world.settle()
+    world.restart()
+    namespace = world.open(SPEC)
+    assert world.acquire(namespace, hashes, ALICE) == (None, Refusal.NONE)
+    lossy, _ = world.acquire(namespace, hashes, ALICE, allowed_loss=Loss.BOUNDED)
+    assert lossy is not None
+    world.settle()
+    assert lossy.ready == 2
+    assert world.acquire(namespace, hashes, BOB) == (None, Refusal.NONE)
+    assert world.put(namespace, hashes, BOB).indices == [0, 1]
+    assert present(world, hashes) == 2
+    world.settle()
+    world.check()
+    world.store.release(lossy.id, ALICE)
+    assert world.store.host.extents.used_bytes == 2 * PAGE
+    world.check()
