@@ -116,10 +116,11 @@ class SequenceBlocks:
         self._pages = pages
         self._hashes = block_hashes(namespace.root, prompt, PAGE_TOKENS)
         self._present = 0
+        self._offered = 0
 
     @property
     def present_tokens(self) -> int:
-        """Leading tokens whose blocks were loaded or stored."""
+        """Leading tokens whose blocks kvtier has."""
         return self._present * PAGE_TOKENS
 
     def load(self, prompt_tokens: int) -> dict[str, int]:
@@ -133,7 +134,7 @@ class SequenceBlocks:
             return {}
         destinations = [self._cache.page_bytes(page) for page in self._pages[: len(wanted)]]
         loaded = self._namespace.client.get(self._namespace.spec, wanted, destinations)
-        self._present = loaded.num_blocks
+        self._present = self._offered = loaded.num_blocks
         return {
             tier.value: blocks * PAGE_TOKENS
             for tier, blocks in loaded.blocks_by_tier.items()
@@ -141,24 +142,25 @@ class SequenceBlocks:
         }
 
     def store(self, token_ids: Sequence[int], computed: int) -> None:
-        """Offer the blocks that became full since the last call, in one put.
+        """Offer the full blocks that kvtier does not have, in one put, if a block became full.
 
-        A block that kvtier refuses is not offered again: it is full or out of reach, and asking
-        at every step would cost more than the block is worth.
+        Blocks that it refused (no room, out of reach) are offered again with the next one: without
+        them nobody could find those that follow.
 
         Args:
             token_ids: Prompt and answer so far.
             computed: How many of them have their records in the pages.
         """
         full = computed // PAGE_TOKENS
-        if full <= self._present:
+        if full <= self._offered:
             return
+        self._offered = full
         self._extend_hashes(token_ids, full)
         parent = self._hashes[self._present - 1] if self._present else None
         fresh = slice(self._present, full)
         sources = [self._cache.page_bytes(page) for page in self._pages[fresh]]
-        self._namespace.client.put(self._namespace.spec, parent, self._hashes[fresh], sources)
-        self._present = full
+        hashes = self._hashes[fresh]
+        self._present += self._namespace.client.put(self._namespace.spec, parent, hashes, sources)
 
     def finish(self) -> None:
         """The request is over; its chain was used just now."""

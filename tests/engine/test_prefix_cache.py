@@ -86,6 +86,21 @@ def test_one_put_a_chunk_and_one_a_block_in_decoding(tiny_mla: Path, text_ids: l
     assert client.finished == [chain[5]]
 
 
+def test_refused_blocks_are_offered_again_and_finish_names_the_last_held_one(
+    tiny_mla: Path, text_ids: list[int]
+) -> None:
+    """Blocks behind a refused one would be out of reach, so the next put starts with it."""
+    client = FakeClient(room=1)
+    cached_engine(tiny_mla, client).generate([text_ids[:300]], GREEDY)
+    firsts = [hashes[0] for _, hashes in client.puts]
+    assert [len(hashes) for _, hashes in client.puts] == [
+        2,
+        3,
+    ]  # Two chunks; the second is partial.
+    assert firsts[1] == client.puts[0][1][1]
+    assert client.finished == [firsts[1]]
+
+
 def test_a_short_prompt_asks_nothing(tiny_mla: Path, text_ids: list[int]) -> None:
     """Without a full block before its last token there is nothing to find."""
     client = FakeClient()
