@@ -128,7 +128,7 @@ def find_address() -> str:
     """
     for directory in _directories():
         path = directory / SOCKET_NAME
-        if path.exists() and (directory != _private_directory() or _is_private(directory)):
+        if path.exists() and (directory != _private_directory() or is_private(directory)):
             return str(UnixAddress(path))
     return default_address()
 
@@ -144,7 +144,7 @@ def prepare_directory(address: Address) -> None:
         return
     directory = address.path.parent
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if directory == _private_directory() and not _is_private(directory):
+    if directory == _private_directory() and not is_private(directory):
         raise ConfigError(
             f"{directory} is not a directory that only this user may write: "
             "remove it, or choose another address"
@@ -160,11 +160,12 @@ def _directories() -> Iterator[Path]:
 
 
 def _private_directory() -> Path:
-    """Anybody may make this name first, so it counts only if _is_private()."""
+    """Anybody may make this name first, so it counts only if is_private()."""
     return Path(tempfile.gettempdir()) / f"kvtier-{os.getuid()}"
 
 
-def _is_private(directory: Path) -> bool:
+def is_private(directory: Path) -> bool:
+    """True if `directory` is one, this user's, and only this user may write it."""
     status = directory.lstat()
     return (
         stat.S_ISDIR(status.st_mode)

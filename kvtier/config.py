@@ -127,8 +127,9 @@ class Settings(BaseSettings):
     )
     ssd_read_threads: Count = Field(default=4, description="Reads from the SSD at the same time.")
     ssd_batch_bytes: Buffer = Field(
-        default=64 << 20,
-        description="Most that one SSD commit carries. At least 1 MiB.",
+        default=32 << 20,
+        description="Most that one SSD commit carries. At least 1 MiB, at most an eighth of "
+        "ssd_capacity_bytes.",
     )
     write_queue_bytes: Buffer = Field(
         default=256 << 20,
@@ -137,7 +138,7 @@ class Settings(BaseSettings):
     )
     idle_write_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=0.2,
-        description="Idle time of the SSD after which blocks are written before they must.",
+        description="Time without a request after which unwritten blocks go to the SSD.",
     )
     lease_ttl_s: Seconds = Field(
         default=30.0, description="Life of a lease whose request names none."

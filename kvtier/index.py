@@ -107,7 +107,6 @@ class Namespace:
     Attributes:
         size_bytes: Bytes of one block.
         remembered: The SSD tier has it, or has a job to.
-        stored_generation: The last generation that the SSD tier has; -1 for none.
     """
 
     digest: NamespaceDigest
@@ -116,7 +115,6 @@ class Namespace:
     size_bytes: int
     blocks: dict[BlockHash, Block] = field(default_factory=dict)
     remembered: bool = False
-    stored_generation: int = -1
 
 
 class BlockIndex:

@@ -48,7 +48,7 @@ class DeleteJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RememberJob:
-    """Keep a namespace's spec and generation on the SSD; answered by store.remembered()."""
+    """Keep a namespace's spec and generation on the SSD; needs no answer."""
 
     row: NamespaceRow
 

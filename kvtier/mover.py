@@ -106,7 +106,8 @@ class Mover:
         self._no_loads = asyncio.Event()
         self._no_loads.set()
         self._writes: deque[WriteJob | DeleteJob | RememberJob] = deque()
-        self._writes_open = 0
+        self._writes_made = 0
+        self._writes_done = 0
         self._work = asyncio.Event()
         self._read_threads = read_threads
         self._readers = ThreadPoolExecutor(read_threads, "ssd-read")
@@ -125,7 +126,7 @@ class Mover:
                 self._loads_open += 1
                 self._loads.put_nowait(job)
             else:
-                self._writes_open += 1
+                self._writes_made += 1
                 self._writes.append(job)
                 self._work.set()
 
@@ -134,10 +135,11 @@ class Mover:
         loaders = [(f"load-{index}", self._load_loop) for index in range(self._read_threads)]
         return [*loaders, ("write", self._write_loop)]
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Wait until no job is queued or running; False if timeout_s passed first."""
+    async def settle(self, timeout_s: float) -> bool:
+        """Wait until the writer is through with all jobs made so far; False if timeout_s passed."""
+        target = self._writes_made
         deadline_s = self._clock() + timeout_s
-        while self._loads_open or self._writes_open:
+        while self._writes_done < target:
             if not await self.progress.wait(max(0.0, deadline_s - self._clock())):
                 return False
         return True
@@ -183,7 +185,11 @@ class Mover:
                 await self._let_loads_pass()
                 batch = self._next_batch()
                 if batch.remembers:
-                    # Encoding needs the namespace. Rare: once a namespace, once a drop.
+                    # Before the blocks, as encoding needs the namespace, and in its turn, so that
+                    # jobs end in order. Rare: once a namespace, once a drop.
+                    if committing is not None:
+                        await committing
+                        committing = None
                     await self._remember(batch.remembers)
                 failure = await self._prepare(batch)
                 if committing is not None:
@@ -246,8 +252,6 @@ class Mover:
         while (failure := await self._try_commit(namespaces=[job.row for job in jobs])) is not None:
             log.warning("namespace not stored yet", error=str(failure))
             await asyncio.sleep(UNAVAILABLE_RETRY_S)
-        for job in jobs:
-            self._store.remembered(job)
         self._done(len(jobs))
 
     async def _commit(self, batch: _Batch, failure: TierError | None) -> None:
@@ -291,7 +295,7 @@ class Mover:
         return None
 
     def _done(self, jobs: int) -> None:
-        self._writes_open -= jobs
+        self._writes_done += jobs
         self.pump()
         self.progress.notify()
 

@@ -25,7 +25,7 @@ from kvtier.arena import LEASE_SLOTS, WRITE_RECORDS, ControlPage, WriteRecord
 from kvtier.errors import InvalidRequest, LeaseState, NamespaceMismatch, TierError, UnknownLease
 from kvtier.extents import Extent, aligned
 from kvtier.index import STAMP_STRIDE, Block, BlockIndex, HostCopy, HostState, Namespace, SsdState
-from kvtier.jobs import DeleteJob, Job, LoadJob, RememberJob, WriteJob
+from kvtier.jobs import DeleteJob, Job, LoadJob, WriteJob
 from kvtier.leases import LeaseTable, Pin, Quarantine, ReadLease, WriteLease
 from kvtier.metrics import Counters
 from kvtier.policy.base import EvictionPolicy
@@ -543,10 +543,6 @@ class TieredStore:
         assert self.ssd is not None
         self.ssd.deleted(job)
 
-    def remembered(self, job: RememberJob) -> None:
-        """A remember job is over: the generation survives a restart."""
-        self.index.namespaces[job.row.digest].stored_generation = job.row.generation
-
     def ssd_committed(self, usage: TierUsage) -> None:
         """The SSD tier's accounting after a batch."""
         assert self.ssd is not None
@@ -560,7 +556,7 @@ class TieredStore:
         assert self.ssd is not None
         for row in rows:
             namespace = self.index.open(row.digest, row.spec, row.generation)
-            namespace.remembered, namespace.stored_generation = True, row.generation
+            namespace.remembered = True
         for found in sorted(stored, key=lambda found: found.meta.depth):
             meta = found.meta
             home = self.index.namespaces.get(meta.namespace)

@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(error.format_message(), code=error.exit_code)
     except ConfigError as error:
         return _fail(str(error), code=2)
-    except KvtierError as error:
+    except (KvtierError, OSError) as error:
         return _fail(str(error), code=1)
     except ModuleNotFoundError as error:
         if error.name not in _ENGINE_PACKAGES:

@@ -173,18 +173,15 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         namespace = self._namespace(request.namespace)
         if not request.whole_namespace:
             dropped = self._store.drop_blocks(namespace, hashes_of(request.hashes))
-            self._pump()
-            return pb.DropResponse(dropped_blocks=dropped, generation=namespace.generation)
-        if request.hashes:
+        elif request.hashes:
             raise InvalidRequest("hashes: must be empty with whole_namespace")
-        dropped = len(namespace.blocks)
-        self._store.drop_namespace(namespace)
-        self._pump()
+        else:
+            dropped = len(namespace.blocks)
+            self._store.drop_namespace(namespace)
         generation = namespace.generation
-        deadline_s = self._clock() + DROP_DURABLE_S
-        while namespace.remembered and namespace.stored_generation < generation:
-            if not await self._progress.wait(max(0.0, deadline_s - self._clock())):
-                raise TierUnavailable("dropped here, but the SSD has not stored that yet")
+        self._pump()
+        if self._mover is not None and not await self._mover.settle(DROP_DURABLE_S):
+            raise TierUnavailable("dropped here, but the SSD has not stored that yet")
         return pb.DropResponse(dropped_blocks=dropped, generation=generation)
 
     # Reading

@@ -17,6 +17,7 @@ import os
 import shutil
 from pathlib import Path
 
+from kvtier.addresses import is_private
 from kvtier.arena import DATA_OFFSET, NO_EPOCH, ArenaMapping, ControlPage, WriteRecord, live_owners
 from kvtier.codec.base import Bytes
 from kvtier.errors import AddressInUse, CapacityError, FormatError
@@ -56,6 +57,11 @@ class HostArena:
         self.lock_dir = directory / "locks"
         self._directory = directory
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not is_private(directory):
+            raise AddressInUse(
+                f"{directory} is not a directory that only this user may write: "
+                "remove it, or choose another arena_dir"
+            )
         self._owner_lock = _own(directory)
         try:
             self.lock_dir.mkdir(mode=0o700, exist_ok=True)

@@ -283,7 +283,6 @@ class World:
         self.open_drops = [drop for drop in self.open_drops if drop[0] > self.applied]
         if isinstance(job, RememberJob):
             self.medium.rows[job.row.digest] = job.row
-            self.store.remembered(job)
         elif isinstance(job, DeleteJob):
             self.medium.delete(job.hash)
             self.store.ssd_committed(self.medium.usage())

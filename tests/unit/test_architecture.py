@@ -40,7 +40,7 @@ MAY_IMPORT = [
     ("tier", ""),
     ("tier.base", f"{BASE} codec.base"),
     ("tier.ssd*", f"{BASE} hashing codec codec.* tier.base tier.ssd*"),
-    ("tier.*", f"{BASE} hashing extents arena codec codec.* tier.base"),
+    ("tier.*", f"{BASE} hashing extents addresses arena codec codec.* tier.base"),
     ("index", f"{BASE} extents"),
     ("leases", f"{BASE} extents index"),
     ("jobs", f"{BASE} index tier.base"),

@@ -159,7 +159,7 @@ class TestValues:
                 r"lease_ttl_s \(121\) must be at most lease_ttl_max_s \(120\)",
             ),
             ({"heartbeat_s": "10"}, r"heartbeat_s \(10\) must be below session_timeout_s \(10\)"),
-            ({"write_queue_bytes": "32MiB"}, r"ssd_batch_bytes \(64MiB\) must be at most write_"),
+            ({"write_queue_bytes": "16MiB"}, r"ssd_batch_bytes \(32MiB\) must be at most write_"),
             (
                 {"pin_limit_bytes": "2GiB"},
                 r"pin_limit_bytes \(2GiB\) must be at most host_capacity",
