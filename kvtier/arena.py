@@ -22,10 +22,12 @@ of its epoch and group is held: then no process is left that could write into it
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
 import secrets
+import weakref
 from pathlib import Path
 from typing import NamedTuple
 
@@ -178,6 +180,11 @@ class ArenaMapping:
         self._map.madvise(mmap.MADV_DONTFORK)
         self.control = ControlPage(self._map)
         self.data: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        _not_inherited.add(self)
+
+    def forget_in_child(self) -> None:
+        """After a fork: never unmap, for by now something else may be at that address."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
 
 
 class ClientLock:
@@ -193,6 +200,7 @@ class ClientLock:
         self._descriptor = os.open(unnamed, flags, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
         unnamed.rename(self._path)
+        _not_inherited.add(self)
 
     def release(self) -> None:
         """No write of this process is in flight any more. Idempotent."""
@@ -209,19 +217,37 @@ class ClientLock:
             self._descriptor = -1
 
 
+_not_inherited: weakref.WeakSet[ArenaMapping | ClientLock] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for parents in list(_not_inherited):
+        parents.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 def live_owners(lock_dir: Path) -> set[tuple[bytes, GroupId]]:
-    """(epoch, group) pairs of which some process holds a lock; dead ones' files are removed."""
+    """(epoch, group) pairs of which some process holds a lock; dead ones' files are removed.
+
+    Raises:
+        OSError: the directory can't be read: who is alive is unknown.
+    """
     alive: set[tuple[bytes, GroupId]] = set()
     for path in lock_dir.iterdir():
         try:
             epoch_hex, group_hex, _ = path.name.split("-")
             owner = bytes.fromhex(epoch_hex), GroupId(bytes.fromhex(group_hex))
+        except ValueError:
+            continue  # Not a lock file.
+        try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except PermissionError:
-            alive.add(owner)  # Another user's: no telling, so nothing of it is reused.
+        except FileNotFoundError:
+            continue  # Released this instant.
+        except OSError:
+            alive.add(owner)  # Can't be told: out of descriptors, not ours.
             continue
-        except (ValueError, OSError):
-            continue  # Not a lock file, or released this instant.
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):

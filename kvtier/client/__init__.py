@@ -1,7 +1,8 @@
 """The client that engines use. See client.py."""
 
+from kvtier.client import fork  # First, for it must come before gRPC.
 from kvtier.client.calls import Missed
 from kvtier.client.client import Client, GetResult
 from kvtier.client.leases import ReadLease, WriteLease
 
-__all__ = ["Client", "GetResult", "Missed", "ReadLease", "WriteLease"]
+__all__ = ["Client", "GetResult", "Missed", "ReadLease", "WriteLease", "fork"]

@@ -7,13 +7,15 @@ client drops it and makes another.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 
 from kvtier.arena import ArenaMapping, ClientLock
-from kvtier.codec.base import Bytes
+from kvtier.client.fork import gate, keep_forever
 from kvtier.errors import FormatError, SessionError
 from kvtier.types import GroupId, NamespaceSpec
 from kvtier.v1 import cache_pb2 as pb
@@ -21,6 +23,9 @@ from kvtier.v1 import cache_pb2_grpc
 
 WIRE_VERSION = 1
 MAX_MESSAGE_BYTES = 4 << 20
+ATTACH_TIMEOUT_S = 5.0
+SETTLE_TIMEOUT_S = 1.0
+MAX_UNSETTLED = 1024
 
 
 class Attachment:
@@ -31,91 +36,116 @@ class Attachment:
         session_id: Goes with every call.
         epoch: The daemon's boot id.
         mapped: True if bytes travel through shared memory.
+        mapping: That memory, until the attachment is lost; leases keep their own reference.
         opened: Namespaces known to be open, with their digests.
         lost: Set for good when this attachment must not be used any more.
     """
 
-    def __init__(self, target: str, group: GroupId, name: str, *, shared_memory: bool) -> None:
-        """Attach, or raise.
-
-        Raises:
-            grpc.RpcError: no daemon there, or it refused; the status says why.
-            SessionError: it answered something else than a welcome.
-        """
+    def __init__(self, target: str) -> None:
+        """Dial `target`; attach() does the rest."""
         options = [
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.use_local_subchannel_pool", 1),
         ]
-        self._channel = grpc.insecure_channel(target, options)
-        self.stub = cache_pb2_grpc.CacheStub(self._channel)
+        self.session_id = b""
+        self.epoch = b""
+        self.mapped = False
+        self.mapping: ArenaMapping | None = None
         self.opened: dict[NamespaceSpec, bytes] = {}
         self.lost = threading.Event()
         self._guard = threading.Lock()
+        self._lock: ClientLock | None = None
         self._writers = 0
+        self._heartbeat_s = 0.0
+        self._welcomed = threading.Event()
         self._stopped = threading.Event()
-        self._heartbeat_s = 1.0
+        self._stream: Any = None
+        self._unsettled: deque[tuple[Callable[..., Any], Any]] = deque(maxlen=MAX_UNSETTLED)
+        with gate:
+            self._channel = grpc.insecure_channel(target, options)
+        self.stub = cache_pb2_grpc.CacheStub(self._channel)
+
+    def attach(self, group: GroupId, name: str, *, shared_memory: bool) -> None:
+        """Start the session and map the arena, or raise and be lost. close() ends the waiting.
+
+        Raises:
+            grpc.RpcError: no daemon there, no answer in time, or it refused; the status says why.
+            SessionError: it answered something else than a welcome, or close() came first.
+        """
+        patience = threading.Timer(ATTACH_TIMEOUT_S, self.close)
+        patience.daemon = True
+        patience.start()
         try:
-            self._stream = self.stub.Session(self._requests(group, name))
+            try:
+                with gate:
+                    self._stream = self.stub.Session(self._requests(group, name))
+            except ValueError as error:
+                raise SessionError("closed") from error
+            if self.lost.is_set():
+                raise SessionError("closed")
             welcome = next(self._stream, pb.SessionResponse()).welcome
             if not welcome.session_id:
                 raise SessionError("the daemon ended the session at once")
+            self.session_id, self.epoch = welcome.session_id, welcome.epoch
+            if shared_memory:
+                self._map(welcome, group)
+            self._heartbeat_s = welcome.heartbeat_ms / 1000
+            self._welcomed.set()
         except BaseException:
-            self._stopped.set()
-            self._channel.close()
+            self.close()
             raise
-        self._heartbeat_s = welcome.heartbeat_ms / 1000
-        self.session_id = welcome.session_id
-        self.epoch = welcome.epoch
-        self._mapping: ArenaMapping | None = None
-        self._lock: ClientLock | None = None
-        if shared_memory:
-            self._map(welcome, group)
-        self.mapped = self._mapping is not None
+        finally:
+            patience.cancel()
 
     def run(self) -> None:
         """Keep the session alive; returns when it is over, whoever ended it."""
         try:
             for _ in self._stream:
-                pass
+                self._settle()  # The daemon has just answered, so now is a good time.
         except grpc.RpcError:
             pass  # However the session ended, it is over.
         finally:
             self.close()
 
     def close(self) -> None:
-        """End the session. The map stays until the last lease object is gone. Idempotent."""
+        """End the session. Idempotent."""
         self.lost.set()
         self._stopped.set()
-        self._stream.cancel()
-        self._channel.close()
+        self._welcomed.set()
+        with gate:
+            if self._stream is not None:
+                self._stream.cancel()
+            self._channel.close()
         with self._guard:
+            # Not ours any more: a restarted daemon may need the memory. Leases that are still
+            # copying have their own reference.
+            self.mapping = None
             self._release_idle_lock()
 
     def forget_in_child(self) -> None:
         """After a fork: the map is not there, the channel and the lock are the parent's."""
+        keep_forever(self)
+        # New ones: a thread that is not here may have held their locks.
+        self.lost = threading.Event()
         self.lost.set()
-        if self._lock is not None:
-            self._lock.forget_in_child()
+        self._guard = threading.Lock()
+        self.mapping = None
+
+    def settle_later(self, call: Callable[..., Any], request: Any) -> None:
+        """A call that must reach the daemon once it answers again; sent with a heartbeat."""
+        self._unsettled.append((call, request))
 
     # Shared memory
 
-    def extent(self, offset: int, size_bytes: int) -> Bytes:
-        """(size_bytes,) uint8, in place. Only while not lost."""
-        assert self._mapping is not None
-        return self._mapping.data[offset : offset + size_bytes]
-
-    def shows(self, slot: int, generation: int) -> bool:
+    def shows(self, mapping: ArenaMapping, slot: int, generation: int) -> bool:
         """True if the control page still shows this epoch, and this generation in this slot."""
-        if self.lost.is_set() or self._mapping is None:
-            return False
-        control = self._mapping.control
-        return control.generation(slot) == generation and control.epoch == self.epoch
-
-    def counts(self, slot: int) -> tuple[int, int]:
-        """(ready, usable) blocks that a slot shows; they count if shows() is true afterwards."""
-        assert self._mapping is not None
-        return self._mapping.control.counts(slot)
+        control = mapping.control
+        return (
+            not self.lost.is_set()
+            and control.generation(slot) == generation
+            and control.epoch == self.epoch
+        )
 
     def start_write(self) -> None:
         """A write lease of this process is live: hold the lock until end_write()."""
@@ -137,12 +167,18 @@ class Attachment:
         try:
             mapping = ArenaMapping(Path(welcome.arena_path))
             mapping.control.check_format()
-            if mapping.control.epoch != welcome.epoch:
+            if mapping.control.epoch != welcome.epoch or mapping.data.size != welcome.arena_bytes:
                 return  # Another daemon's file at the same path: another mount namespace.
-            self._lock = ClientLock(Path(welcome.lock_dir), welcome.epoch, group)
+            lock = ClientLock(Path(welcome.lock_dir), welcome.epoch, group)
         except (OSError, FormatError):
             return  # Another host or container: the file is not here.
-        self._mapping = mapping
+        with self._guard:
+            self._lock, self.mapping, self.mapped = lock, mapping, True
+            if self.lost.is_set():
+                self.mapping = None
+                self._release_idle_lock()
+
+    # Session
 
     def _requests(self, group: GroupId, name: str) -> Iterator[pb.SessionRequest]:
         yield pb.SessionRequest(
@@ -153,8 +189,22 @@ class Attachment:
                 client_name=name,
             )
         )
+        self._welcomed.wait()
         while not self._stopped.wait(self._heartbeat_s):
             yield pb.SessionRequest(heartbeat=pb.Heartbeat())
+
+    def _settle(self) -> None:
+        while self._unsettled and not self.lost.is_set():
+            call, request = self._unsettled.popleft()
+            try:
+                with gate:
+                    call(request, timeout=SETTLE_TIMEOUT_S)
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    self._unsettled.append((call, request))
+                    return
+            except ValueError:
+                return  # The channel was closed meanwhile.
 
 
 def join_hashes(hashes: Sequence[bytes]) -> bytes:

@@ -6,6 +6,7 @@ each time, until a call succeeds: a slow daemon costs the engine one deadline, n
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,11 +15,14 @@ from typing import Any, TypeVar
 import grpc
 
 from kvtier.client.attachment import Attachment
+from kvtier.client.fork import gate
 from kvtier.errors import KvtierError
 from kvtier.types import MissReason
 
 BREAKER_FIRST_S = 1.0
 BREAKER_LONGEST_S = 30.0
+LATE_S = 10.0
+"""How much longer than its caller an answer is waited for that gives us something to give back."""
 
 Response = TypeVar("Response")
 
@@ -58,12 +62,14 @@ class Calls:
     def __init__(self, *, raise_errors: bool) -> None:
         self.misses: Counter[MissReason] = Counter()
         self._raise_errors = raise_errors
+        self._guard = threading.Lock()
         self._breaker_until_s = 0.0
         self._breaker_s = BREAKER_FIRST_S
 
     def count_miss(self, reason: MissReason) -> None:
         """Note that a call gave nothing."""
-        self.misses[reason] += 1
+        with self._guard:
+            self.misses[reason] += 1
 
     def failing_open(self) -> FailingOpen:
         """Wraps what may raise Missed."""
@@ -71,7 +77,12 @@ class Calls:
 
     def close_breaker(self) -> None:
         """A new session deserves a new try."""
-        self._breaker_until_s, self._breaker_s = 0.0, BREAKER_FIRST_S
+        with self._guard:
+            self._breaker_until_s, self._breaker_s = 0.0, BREAKER_FIRST_S
+
+    def forget_in_child(self) -> None:
+        """After a fork: a thread that is not here may have held the lock."""
+        self._guard = threading.Lock()
 
     def call(
         self,
@@ -85,15 +96,36 @@ class Calls:
         Raises:
             Missed: it failed, or the breaker is open.
         """
-        self._check(attachment)
-        try:
-            answer = method(request, timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise self._missed(attachment, error) from error
-        except ValueError as error:  # The channel was closed meanwhile.
-            raise Missed(MissReason.NO_SESSION, str(error)) from error
-        self._breaker_s = BREAKER_FIRST_S
-        return answer
+        return self._call(attachment, lambda: method(request, timeout=timeout_s))
+
+    def call_for_lease(
+        self,
+        attachment: Attachment,
+        method: Any,
+        request: Any,
+        timeout_s: float,
+        *,
+        on_late: Callable[[Any], None],
+    ) -> Any:
+        """One rpc whose answer must not get lost: `on_late` gets one that comes after timeout_s.
+
+        Raises:
+            Missed: it failed, or the breaker is open.
+        """
+
+        def late(future: Any) -> None:
+            if not future.cancelled() and future.exception() is None:
+                on_late(future.result())
+
+        def send() -> Any:
+            future = method.future(request, timeout=timeout_s + LATE_S)
+            try:
+                return future.result(timeout_s)
+            except grpc.FutureTimeoutError:
+                future.add_done_callback(late)
+                raise
+
+        return self._call(attachment, send)
 
     def send(self, attachment: Attachment, method: Any, request: Any, timeout_s: float) -> None:
         """One rpc whose answer nobody waits for; its failure is counted when it is known.
@@ -101,18 +133,40 @@ class Calls:
         Raises:
             Missed: it could not be sent, or the breaker is open.
         """
+
+        def note(done: Any) -> None:
+            if done.cancelled():
+                self.count_miss(MissReason.NO_SESSION)
+            elif isinstance(error := done.exception(), grpc.RpcError):
+                self.count_miss(self._missed(attachment, error).reason)
+
         self._check(attachment)
         try:
-            answer = method.future(request, timeout=timeout_s)
+            with gate:
+                answer = method.future(request, timeout=timeout_s)
         except ValueError as error:  # The channel was closed meanwhile.
             raise Missed(MissReason.NO_SESSION, str(error)) from error
-        answer.add_done_callback(lambda done: self._note(attachment, done))
+        answer.add_done_callback(note)
 
-    def _note(self, attachment: Attachment, done: grpc.Future[Any]) -> None:
-        if done.cancelled():
-            self.count_miss(MissReason.NO_SESSION)
-        elif isinstance(error := done.exception(), grpc.RpcError):
-            self.count_miss(self._missed(attachment, error).reason)
+    def _call(self, attachment: Attachment, send: Callable[[], Response]) -> Response:
+        self._check(attachment)
+        try:
+            with gate:
+                answer = send()
+        except grpc.FutureTimeoutError as error:
+            raise self._timed_out("") from error
+        except grpc.RpcError as error:
+            missed = self._missed(attachment, error)
+            if missed.reason is MissReason.NO_SESSION:
+                attachment.close()  # Another boot, or gone: the session thread attaches again.
+            raise missed from error
+        except (
+            ValueError,
+            grpc.FutureCancelledError,
+        ) as error:  # The channel was closed meanwhile.
+            raise Missed(MissReason.NO_SESSION, str(error)) from error
+        self.close_breaker()
+        return answer
 
     def _check(self, attachment: Attachment) -> None:
         if attachment.lost.is_set():
@@ -123,12 +177,18 @@ class Calls:
     def _missed(self, attachment: Attachment, error: grpc.RpcError) -> Missed:
         code, detail = error.code(), error.details() or ""
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            self._breaker_until_s = time.monotonic() + self._breaker_s
-            self._breaker_s = min(2 * self._breaker_s, BREAKER_LONGEST_S)
-            return Missed(MissReason.TIMEOUT, detail)
-        if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE):
-            attachment.close()  # Another boot, or gone: the session thread attaches again.
+            return self._timed_out(detail)
+        gone = code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE)
+        if gone or attachment.lost.is_set():
             return Missed(MissReason.NO_SESSION, detail)
         if code is grpc.StatusCode.NOT_FOUND:
             return Missed(MissReason.LEASE_LOST, detail)
         return Missed(MissReason.RPC_ERROR, f"{code.name}: {detail}")
+
+    def _timed_out(self, detail: str) -> Missed:
+        now_s = time.monotonic()
+        with self._guard:
+            if now_s >= self._breaker_until_s:  # Calls that ran side by side open it once.
+                self._breaker_until_s = now_s + self._breaker_s
+                self._breaker_s = min(2 * self._breaker_s, BREAKER_LONGEST_S)
+        return Missed(MissReason.TIMEOUT, detail)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +24,10 @@ from dataclasses import dataclass, field
 import grpc
 
 from kvtier.addresses import find_address, parse_address
+from kvtier.client import fork
 from kvtier.client.attachment import Attachment, join_hashes
 from kvtier.client.calls import Calls, Missed
-from kvtier.client.leases import CALL_TIMEOUT_S, ReadLease, WriteLease
+from kvtier.client.leases import CALL_TIMEOUT_S, WAIT_SLICE_S, ReadLease, WriteLease, abort_request
 from kvtier.codec.base import Bytes
 from kvtier.errors import KvtierError
 from kvtier.hashing import canonical_spec, namespace_digest
@@ -88,6 +90,8 @@ class Client:
 
     def _start(self) -> None:
         self._attachment: Attachment | None = None
+        self._dialled: Attachment | None = None
+        self._refusal = ""
         self._forked = False
         self._closed = threading.Event()
         self._tried = threading.Event()
@@ -108,8 +112,8 @@ class Client:
         """End the session; every call misses from now on. Idempotent."""
         self._closed.set()
         if self._forked:
-            return
-        attachment = self._attachment
+            return  # The threads and the channel are the parent's.
+        attachment = self._dialled
         if attachment is not None:
             attachment.close()
         self._thread.join()
@@ -136,8 +140,13 @@ class Client:
             return self._changed.wait_for(lambda: self.attached, timeout_s)
 
     def attach_in_child(self) -> None:
-        """After a fork: give this process a session of its own. Until then every call misses."""
-        self._start()
+        """After a fork: give this process a session of its own. Until then every call misses.
+
+        It stays so where gRPC was imported before this package and without support for forks:
+        start such a process with GRPC_ENABLE_FORK_SUPPORT=1.
+        """
+        if self._forked and fork.supported():
+            self._start()
 
     # Reading
 
@@ -258,8 +267,15 @@ class Client:
                 allowed_loss=allowed_loss.value,  # type: ignore[arg-type]
                 wait_ms=round(wait_s * 1000),
             )
-            call = attachment.stub.Reserve
-            answer = self._calls.call(attachment, call, request, RESERVE_TIMEOUT_S + wait_s)
+            answer = self._calls.call_for_lease(
+                attachment,
+                attachment.stub.Reserve,
+                request,
+                RESERVE_TIMEOUT_S + wait_s,
+                on_late=lambda late: attachment.settle_later(
+                    attachment.stub.Abort, abort_request(attachment, late)
+                ),
+            )
             if answer.reason != pb.REASON_NONE:
                 full = answer.reason == pb.REASON_FULL
                 self._calls.count_miss(MissReason.FULL if full else MissReason.REFUSED)
@@ -305,18 +321,27 @@ class Client:
         self, spec: NamespaceSpec, hashes: Sequence[BlockHash], *, timeout_s: float
     ) -> list[bool]:
         """Write blocks to the SSD and say for each whether it is durable now."""
-        with self._calls.failing_open():
-            attachment, digest = self._namespace(spec)
-            request = pb.FlushRequest(
-                session_id=attachment.session_id,
-                namespace=digest,
-                hashes=join_hashes(hashes),
-                timeout_ms=round(timeout_s * 1000),
-            )
-            call = attachment.stub.Flush
-            answer = self._calls.call(attachment, call, request, timeout_s + CALL_TIMEOUT_S)
-            return [bool(flag) for flag in answer.durable]
-        return [False] * len(hashes)
+        deadline_s = time.monotonic() + timeout_s
+        durable = [False] * len(hashes)
+        while hashes:
+            left_s = deadline_s - time.monotonic()
+            slice_s = max(0.0, min(left_s, WAIT_SLICE_S))
+            answered = False
+            with self._calls.failing_open():
+                attachment, digest = self._namespace(spec)
+                request = pb.FlushRequest(
+                    session_id=attachment.session_id,
+                    namespace=digest,
+                    hashes=join_hashes(hashes),
+                    timeout_ms=round(slice_s * 1000),
+                )
+                call = attachment.stub.Flush
+                answer = self._calls.call(attachment, call, request, slice_s + CALL_TIMEOUT_S)
+                durable = [bool(flag) for flag in answer.durable]
+                answered = True
+            if not answered or all(durable) or left_s <= slice_s:
+                break
+        return durable
 
     # Administration
 
@@ -384,7 +409,9 @@ class Client:
             return attachment
         if self._forked:
             raise Missed(MissReason.FORKED, "attach_in_child() gives this process a session")
-        raise Missed(MissReason.CLOSED if self._closed.is_set() else MissReason.NO_SESSION)
+        if self._closed.is_set():
+            raise Missed(MissReason.CLOSED)
+        raise Missed(MissReason.NO_SESSION, self._refusal)
 
     def _namespace(self, spec: NamespaceSpec) -> tuple[Attachment, bytes]:
         attachment = self._require()
@@ -402,11 +429,15 @@ class Client:
         """The session thread: attach, stay until the session is over, attach again."""
         retry_s = RETRY_FIRST_S
         while not self._closed.is_set():
+            attachment = self._dialled = Attachment(self._target)
+            if self._closed.is_set():
+                attachment.close()  # close() may have looked for it before it was there.
             try:
-                attachment = Attachment(
-                    self._target, self.group, self._name, shared_memory=self._shared_memory
+                attachment.attach(self.group, self._name, shared_memory=self._shared_memory)
+            except (grpc.RpcError, KvtierError) as error:
+                self._refusal = (
+                    error.details() or "" if isinstance(error, grpc.RpcError) else str(error)
                 )
-            except (grpc.RpcError, KvtierError):
                 self._tried.set()
                 self._closed.wait(retry_s)
                 retry_s = min(2 * retry_s, RETRY_LONGEST_S)
@@ -414,24 +445,21 @@ class Client:
             retry_s = RETRY_FIRST_S
             with self._changed:
                 self._attachment = attachment
+                self._calls.close_breaker()
                 self._changed.notify_all()
             self._tried.set()
-            if self._closed.is_set():
-                attachment.close()
             attachment.run()
 
     def forget_in_child(self) -> None:
         """After a fork: this process has no session; the parent's stays the parent's."""
         self._forked = True
-        if self._attachment is not None:
-            self._attachment.forget_in_child()
-            # Never freed here: freeing would unmap an address that may be somebody else's by now.
-            _parents_attachments.append(self._attachment)
-            self._attachment = None
+        self._calls.forget_in_child()
+        if self._dialled is not None:
+            self._dialled.forget_in_child()
+        self._attachment = self._dialled = None
 
 
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
-_parents_attachments: list[Attachment] = []
 
 
 def _after_fork_in_child() -> None:

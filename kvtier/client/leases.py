@@ -8,14 +8,18 @@ from collections.abc import Iterator, Sequence
 import grpc
 import numpy as np
 
+from kvtier.arena import ArenaMapping
 from kvtier.client.attachment import Attachment
 from kvtier.client.calls import Calls
+from kvtier.client.fork import gate
 from kvtier.codec.base import Bytes
 from kvtier.types import MissReason
 from kvtier.v1 import cache_pb2 as pb
 
 CALL_TIMEOUT_S = 1.0
 READ_TIMEOUT_S = 10.0
+WAIT_SLICE_S = 0.5
+"""Longest single Wait: so long at most may a fork wait, or a daemon that hangs go unnoticed."""
 CHUNK_BYTES = 1 << 20
 
 
@@ -34,6 +38,7 @@ class ReadLease:
         self.ssd_blocks = answer.ssd_blocks
         self._calls = calls
         self._attachment = attachment
+        self._mapping = attachment.mapping if attachment is not None else None
         self._answer = answer
         self._ready = answer.ready_blocks
 
@@ -57,10 +62,14 @@ class ReadLease:
         attachment = self._attachment
         if not wanted or attachment is None:
             return 0
-        if attachment.mapped:
-            done = self._copy(attachment, destinations, wanted, time.monotonic() + timeout_s)
+        mapping = self._mapping
+        if mapping is not None:
+            deadline_s = time.monotonic() + timeout_s
+            done = self._copy(attachment, mapping, destinations[:wanted], deadline_s)
+        elif attachment.mapped:
+            done = 0  # Lost before the lease was here.
         else:
-            done = self._fetch(attachment, destinations, wanted, timeout_s)
+            done = self._fetch(attachment, destinations[:wanted], timeout_s)
         if done < wanted:
             self._calls.count_miss(
                 MissReason.LEASE_LOST if attachment.lost.is_set() else MissReason.LOAD_FAILED
@@ -69,40 +78,51 @@ class ReadLease:
 
     def wait(self, blocks: int, *, timeout_s: float = READ_TIMEOUT_S) -> int:
         """Wait until the first `blocks` are ready, or can't be; how many are."""
-        attachment = self._attachment
-        if attachment is None or self._ready >= min(blocks, self.num_blocks):
-            return self._ready
-        request = pb.WaitRequest(
-            session_id=attachment.session_id,
-            lease_id=self._answer.lease_id,
-            blocks=blocks,
-            timeout_ms=max(0, round(timeout_s * 1000)),
-        )
-        with self._calls.failing_open():
-            call = attachment.stub.Wait
-            answer = self._calls.call(attachment, call, request, timeout_s + CALL_TIMEOUT_S)
-            self._ready = answer.ready_blocks
+        attachment, wanted = self._attachment, min(blocks, self.num_blocks)
+        deadline_s = time.monotonic() + timeout_s
+        while attachment is not None and self._ready < wanted:
+            left_s = deadline_s - time.monotonic()
+            slice_s = max(0.0, min(left_s, WAIT_SLICE_S))
+            request = pb.WaitRequest(
+                session_id=attachment.session_id,
+                lease_id=self._answer.lease_id,
+                blocks=wanted,
+                timeout_ms=round(slice_s * 1000),
+            )
+            usable = 0
+            with self._calls.failing_open():
+                call = attachment.stub.Wait
+                answer = self._calls.call(attachment, call, request, slice_s + CALL_TIMEOUT_S)
+                self._ready, usable = answer.ready_blocks, answer.usable_blocks
+            if self._ready >= min(wanted, usable) or left_s <= slice_s:
+                break
         return self._ready
 
     def release(self) -> None:
         """Let the blocks go. Idempotent."""
-        attachment, self._attachment = self._attachment, None
+        attachment, self._attachment, self._mapping = self._attachment, None, None
         if attachment is None or attachment.lost.is_set():
             return
         request = pb.ReleaseRequest(
             session_id=attachment.session_id, lease_id=self._answer.lease_id
         )
+        released = False
         with self._calls.failing_open():
-            self._calls.call(attachment, attachment.stub.Release, request, CALL_TIMEOUT_S)
+            try:
+                self._calls.call(attachment, attachment.stub.Release, request, CALL_TIMEOUT_S)
+                released = True
+            finally:
+                if not released:
+                    attachment.settle_later(attachment.stub.Release, request)
 
     def _copy(
         self,
         attachment: Attachment,
+        mapping: ArenaMapping,
         destinations: Sequence[Bytes],
-        wanted: int,
         deadline_s: float,
     ) -> int:
-        answer, done = self._answer, 0
+        answer, done, wanted = self._answer, 0, len(destinations)
         while done < wanted:
             ready = min(wanted, self._ready)
             if ready == done:
@@ -113,32 +133,34 @@ class ReadLease:
             if attachment.lost.is_set():
                 return done
             for index in range(done, ready):
-                source = attachment.extent(answer.offsets[index], answer.block_bytes)
-                np.copyto(destinations[index], source)
-            if not attachment.shows(answer.slot, answer.slot_generation):
+                at = answer.offsets[index]
+                np.copyto(destinations[index], mapping.data[at : at + answer.block_bytes])
+            if not attachment.shows(mapping, answer.slot, answer.slot_generation):
                 return done  # The lease ended under the copies: they count for nothing.
             done = ready
         return done
 
     def _fetch(
-        self,
-        attachment: Attachment,
-        destinations: Sequence[Bytes],
-        wanted: int,
-        timeout_s: float,
+        self, attachment: Attachment, destinations: Sequence[Bytes], timeout_s: float
     ) -> int:
         request = pb.FetchRequest(
-            session_id=attachment.session_id, lease_id=self._answer.lease_id, blocks=wanted
+            session_id=attachment.session_id,
+            lease_id=self._answer.lease_id,
+            blocks=len(destinations),
         )
         received, size_bytes = 0, self._answer.block_bytes
         try:
-            for chunk in attachment.stub.Fetch(request, timeout=timeout_s):
-                data = np.frombuffer(chunk.data, dtype=np.uint8)
-                index, inside = divmod(received, size_bytes)
-                np.copyto(destinations[index][inside : inside + data.size], data)
-                received += data.size
+            with gate:
+                for chunk in attachment.stub.Fetch(request, timeout=timeout_s):
+                    data = np.frombuffer(chunk.data, dtype=np.uint8)
+                    index, inside = divmod(received, size_bytes)
+                    np.copyto(destinations[index][inside : inside + data.size], data)
+                    received += data.size
         except grpc.RpcError:
             pass  # What has arrived whole is good: chunks come in order, copied under the lease.
+        except ValueError:
+            if not attachment.lost.is_set():
+                raise  # A destination of another size; a closed channel raises the same.
         return received // size_bytes
 
 
@@ -159,6 +181,7 @@ class WriteLease:
         self._calls = calls
         self._answer = answer
         self._attachment = attachment if answer.lease_id else None
+        self._mapping = attachment.mapping if attachment is not None else None
         self._streamed: list[Bytes] = []
         if self._attachment is not None:
             self._attachment.start_write()
@@ -182,12 +205,15 @@ class WriteLease:
         if not attachment.mapped:
             self._streamed = [sources[index] for index in answer.indices]
             return
-        for index, offset in zip(answer.indices, answer.offsets, strict=True):
-            np.copyto(attachment.extent(offset, answer.block_bytes), sources[index])
+        mapping = self._mapping
+        if mapping is None:
+            return  # Lost before the lease was here.
+        for index, at in zip(answer.indices, answer.offsets, strict=True):
+            np.copyto(mapping.data[at : at + answer.block_bytes], sources[index])
 
     def commit(self) -> bool:
         """Make the blocks visible, all or none; False if they are not."""
-        attachment, self._attachment = self._attachment, None
+        attachment, self._attachment, self._mapping = self._attachment, None, None
         if attachment is None:
             return not self._answer.reason and not self._answer.lease_id
         committed = False
@@ -204,19 +230,31 @@ class WriteLease:
                 committed = True
         finally:
             attachment.end_write()
+            if not committed:
+                self._abort_later(attachment)
         return committed
 
     def abort(self) -> None:
         """Give the room back; our copies have stopped. Idempotent, harmless after commit()."""
-        attachment, self._attachment = self._attachment, None
+        attachment, self._attachment, self._mapping = self._attachment, None, None
         if attachment is None:
             return
         attachment.end_write()
         if attachment.lost.is_set():
             return
-        request = pb.AbortRequest(session_id=attachment.session_id, lease_id=self._answer.lease_id)
+        aborted = False
         with self._calls.failing_open():
-            self._calls.call(attachment, attachment.stub.Abort, request, CALL_TIMEOUT_S)
+            try:
+                request = abort_request(attachment, self._answer)
+                self._calls.call(attachment, attachment.stub.Abort, request, CALL_TIMEOUT_S)
+                aborted = True
+            finally:
+                if not aborted:
+                    self._abort_later(attachment)
+
+    def _abort_later(self, attachment: Attachment) -> None:
+        """Else the extents would wait for this whole process to be gone."""
+        attachment.settle_later(attachment.stub.Abort, abort_request(attachment, self._answer))
 
     def _store(self, attachment: Attachment) -> None:
         def chunks() -> Iterator[pb.StoreChunk]:
@@ -226,3 +264,8 @@ class WriteLease:
                     yield pb.StoreChunk(data=source[at : at + CHUNK_BYTES].tobytes())
 
         self._calls.call(attachment, attachment.stub.Store, chunks(), READ_TIMEOUT_S)
+
+
+def abort_request(attachment: Attachment, answer: pb.ReserveResponse) -> pb.AbortRequest:
+    """What gives back the room of a write lease."""
+    return pb.AbortRequest(session_id=attachment.session_id, lease_id=answer.lease_id)
