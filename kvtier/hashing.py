@@ -81,7 +81,7 @@ def parse_spec(encoded: bytes) -> NamespaceSpec:
             tenant=_text(value["tenant"]),
             hash_scheme=_text(value["hash_scheme"]),
         )
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise InvalidRequest(f"spec: not a namespace: {error!r}") from error
     if canonical_spec(spec) != encoded:
         raise InvalidRequest("spec: not in canonical form (hashing.canonical_spec)")

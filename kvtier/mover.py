@@ -24,7 +24,7 @@ from typing import Any
 
 import structlog
 
-from kvtier.errors import TierError
+from kvtier.errors import TierError, TierUnavailable
 from kvtier.jobs import DeleteJob, LoadJob, RememberJob, WriteJob
 from kvtier.store import TieredStore
 from kvtier.tier.base import BlockTier, NamespaceRow, PreparedBlock
@@ -185,19 +185,21 @@ class Mover:
                 await self._let_loads_pass()
                 batch = self._next_batch()
                 if batch.remembers:
-                    # Before the blocks, as encoding needs the namespace, and in its turn, so that
-                    # jobs end in order. Rare: once a namespace, once a drop.
+                    # Encoding needs the namespace. Rare: once a namespace, once a drop.
+                    await self._remember(batch)
+                failure = await self._prepare(batch)
+                try:
                     if committing is not None:
                         await committing
-                        committing = None
-                    await self._remember(batch.remembers)
-                failure = await self._prepare(batch)
-                if committing is not None:
-                    await committing
-                committing = asyncio.create_task(self._commit(batch, failure))
+                finally:
+                    committing = asyncio.create_task(self._commit(batch, failure))
+        except asyncio.CancelledError:
+            if committing is not None:
+                committing.cancel()  # It may be trying again and again, on a medium that failed.
+            raise
         finally:
             if committing is not None:
-                await committing
+                await asyncio.gather(committing, return_exceptions=True)
 
     async def _let_loads_pass(self) -> None:
         if self._loads_open:
@@ -245,28 +247,43 @@ class Mover:
             batch.prepared = await asyncio.gather(*encoded)
         except TierError as error:
             return error
+        except Exception:  # A bug: the supervisor tells; no job may stay without an answer.
+            await self._commit(batch, TierUnavailable("encoding did not return"))
+            raise
         return None
 
-    async def _remember(self, jobs: list[RememberJob]) -> None:
+    async def _remember(self, batch: _Batch) -> None:
         """Commit namespaces, however long it takes: blocks without one are lost at a restart."""
-        while (failure := await self._try_commit(namespaces=[job.row for job in jobs])) is not None:
-            log.warning("namespace not stored yet", error=str(failure))
-            await asyncio.sleep(UNAVAILABLE_RETRY_S)
-        self._done(len(jobs))
+        rows = [job.row for job in batch.remembers]
+        try:
+            while (failure := await self._try_commit(namespaces=rows)) is not None:
+                log.warning("namespace not stored yet", error=str(failure))
+                await asyncio.sleep(UNAVAILABLE_RETRY_S)
+        except Exception:  # A bug: the supervisor tells, and starts us again.
+            self._writes.extendleft([*batch.writes[::-1], *batch.remembers, *batch.deletes])
+            raise
+        self._done(len(rows))
 
     async def _commit(self, batch: _Batch, failure: TierError | None) -> None:
-        """Commit a batch and answer its jobs."""
+        """Commit a batch and answer its jobs, also after a bug in a tier."""
         deletes = [job.hash for job in batch.deletes]
         started_s = time.perf_counter()
-        if failure is None:
-            failure = await self._try_commit(deletes=deletes, writes=batch.prepared)
-        self._store.counters.ssd_write_seconds += time.perf_counter() - started_s
-        if failure is not None:
-            log.warning("blocks not written", blocks=len(batch.writes), error=str(failure))
-            while deletes and (again := await self._try_commit(deletes=deletes)) is not None:
-                # What the index forgot must not come back at a restart.
-                log.warning("blocks not deleted yet", blocks=len(deletes), error=str(again))
-                await asyncio.sleep(UNAVAILABLE_RETRY_S)
+        outcome: TierError | None = TierUnavailable("the commit did not return")
+        try:
+            if failure is None:
+                failure = await self._try_commit(deletes=deletes, writes=batch.prepared)
+            if failure is not None:
+                log.warning("blocks not written", blocks=len(batch.writes), error=str(failure))
+                while deletes and (again := await self._try_commit(deletes=deletes)) is not None:
+                    # What the index forgot must not come back at a restart.
+                    log.warning("blocks not deleted yet", blocks=len(deletes), error=str(again))
+                    await asyncio.sleep(UNAVAILABLE_RETRY_S)
+            outcome = failure
+        finally:
+            self._store.counters.ssd_write_seconds += time.perf_counter() - started_s
+            self._answer(batch, outcome)
+
+    def _answer(self, batch: _Batch, failure: TierError | None) -> None:
         for gone in batch.deletes:
             self._store.deleted(gone)
         now_s = self._clock()

@@ -22,7 +22,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from kvtier.arena import LEASE_SLOTS, WRITE_RECORDS, ControlPage, WriteRecord
-from kvtier.errors import InvalidRequest, LeaseState, NamespaceMismatch, TierError, UnknownLease
+from kvtier.errors import (
+    CapacityError,
+    InvalidRequest,
+    LeaseState,
+    NamespaceMismatch,
+    TierError,
+    UnknownLease,
+)
 from kvtier.extents import Extent, aligned
 from kvtier.index import STAMP_STRIDE, Block, BlockIndex, HostCopy, HostState, Namespace, SsdState
 from kvtier.jobs import DeleteJob, Job, LoadJob, WriteJob
@@ -135,7 +142,7 @@ class TieredStore:
 
         Raises:
             NamespaceMismatch: the digest is known with another spec.
-            InvalidRequest: too many namespaces, or a block larger than the arena could ever hold.
+            CapacityError: too many namespaces.
         """
         namespace = self.index.namespaces.get(digest)
         if namespace is not None:
@@ -143,7 +150,9 @@ class TieredStore:
                 raise NamespaceMismatch(f"namespace {digest.hex()[:12]} is open with another spec")
             return namespace
         if len(self.index.namespaces) >= self.config.max_namespaces:
-            raise InvalidRequest(f"{self.config.max_namespaces} namespaces are open already")
+            raise CapacityError(
+                f"{self.config.max_namespaces} namespaces are open: raise max_namespaces"
+            )
         return self.index.open(digest, spec)
 
     def drop_namespace(self, namespace: Namespace) -> None:

@@ -34,7 +34,7 @@ from kvtier.daemon.logs import configure_logs
 from kvtier.daemon.service import CacheService
 from kvtier.daemon.stats import StoreCollector
 from kvtier.daemon.supervise import Supervisor
-from kvtier.errors import AddressInUse
+from kvtier.errors import AddressInUse, ConfigError
 from kvtier.index import Block
 from kvtier.mover import Mover
 from kvtier.policy.lru import Lru
@@ -47,6 +47,8 @@ log = structlog.get_logger(__name__)
 
 MAX_MESSAGE_BYTES = 4 << 20
 SERVICE_NAME = cache_pb2.DESCRIPTOR.services_by_name["Cache"].full_name
+CALLS_PER_SESSION = 16
+"""Calls at once, as a multiple of the sessions allowed; more are RESOURCE_EXHAUSTED."""
 TICK_S = 0.2
 QUARANTINE_POLL_S = 1.0
 DRAIN_S = 10.0
@@ -65,6 +67,14 @@ def serve(settings: Settings) -> None:
 
 
 async def _serve(settings: Settings) -> None:
+    stop, force = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        (force if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)  # From now on nothing is left behind.
     async with AsyncExitStack() as stack:
         daemon = await Daemon.open(settings, stack)
         # The index is large, long-lived and acyclic: walking it again and again would only stall
@@ -72,15 +82,6 @@ async def _serve(settings: Settings) -> None:
         gc.collect()
         gc.freeze()
         gc.set_threshold(50_000, 50, 100)
-        stop = asyncio.Event()
-        force = asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def on_signal() -> None:
-            (force if stop.is_set() else stop).set()
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal)
         log.info("serving", version=__version__, address=str(daemon.address))
         await stop.wait()
         await daemon.drain(force)
@@ -112,7 +113,10 @@ class Daemon:
     async def open(cls, settings: Settings, stack: AsyncExitStack) -> Daemon:
         """Open tiers and ports, in order; `stack` closes them in reverse."""
         address = parse_address(settings.address)
-        prepare_directory(address)
+        try:
+            prepare_directory(address)
+        except OSError as error:
+            raise ConfigError(f"address {address}: {error.strerror}") from error
         if isinstance(address, UnixAddress):
             claim_socket(address.path)
         epoch = secrets.token_bytes(16)
@@ -148,7 +152,9 @@ class Daemon:
             )
             runner = await start_http(settings.metrics_address, registry, lambda: daemon.healthy)
             stack.push_async_callback(runner.cleanup)
-        server = await _start_grpc(address, service, health)
+        server = await _start_grpc(
+            address, service, health, CALLS_PER_SESSION * settings.max_sessions
+        )
         stack.push_async_callback(_stop_grpc, server, address)
         daemon.set_health(True)
         return daemon
@@ -197,6 +203,7 @@ class Daemon:
             self.store.write_ahead(now_s, idle=True)
             self._pump()
             await self._mover.progress.wait(TICK_S)
+        await self._mover.settle(max(0.0, deadline_s - time.monotonic()))  # Deletes count, too.
 
     def _pump(self) -> None:
         if self._mover is not None:
@@ -261,8 +268,11 @@ def claim_socket(path: Path) -> None:
     if not stat.S_ISSOCK(mode):
         raise AddressInUse(f"{path} exists and is not a socket: choose another address")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # A daemon that hangs may have a full backlog: it lives, too.
         try:
             probe.connect(str(path))
+        except BlockingIOError:
+            pass
         except (ConnectionRefusedError, FileNotFoundError):
             with suppress(FileNotFoundError):
                 path.unlink()  # Its daemon died.
@@ -271,14 +281,15 @@ def claim_socket(path: Path) -> None:
 
 
 async def _start_grpc(
-    address: Address, service: CacheService, health: HealthServicer
+    address: Address, service: CacheService, health: HealthServicer, max_calls: int
 ) -> grpc.aio.Server:
     server = grpc.aio.server(
+        maximum_concurrent_rpcs=max_calls,
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.so_reuseport", 0),
-        ]
+        ],
     )
     cache_pb2_grpc.add_CacheServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

@@ -43,7 +43,7 @@ log = structlog.get_logger(__name__)
 
 CHUNK_BYTES = 1 << 20
 MAX_REQUEST_ID_BYTES = 64
-MAX_CLIENT_NAME = 128
+MAX_CLIENT_NAME_BYTES = 128
 MAX_WAIT_S = 60.0
 DROP_DURABLE_S = 4.0
 
@@ -84,7 +84,12 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
     ) -> None:
         requests = aiter(request_iterator)
-        session = self._start(await anext(requests, pb.SessionRequest()))
+        try:
+            async with asyncio.timeout(self._settings.session_timeout_s):
+                first = await anext(requests, pb.SessionRequest())
+        except TimeoutError:
+            raise InvalidRequest("hello: did not come in time") from None
+        session = self._start(first)
         try:
             await context.write(pb.SessionResponse(welcome=self._welcome(session)))
             await self._heartbeats(requests, context)
@@ -92,6 +97,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             self._end(session)
 
     def _start(self, first: pb.SessionRequest) -> owners.Session:
+        if first.WhichOneof("message") != "hello":
+            raise InvalidRequest("hello: must be a session's first message")
         hello = first.hello
         if not hello.wire_version_min <= WIRE_VERSION <= hello.wire_version_max:
             raise WireVersionError(
@@ -100,8 +107,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             )
         if len(hello.owner_group) != GROUP_BYTES:
             raise InvalidRequest(f"owner_group: {len(hello.owner_group)} bytes, not {GROUP_BYTES}")
-        if len(hello.client_name) > MAX_CLIENT_NAME:
-            raise InvalidRequest(f"client_name: more than {MAX_CLIENT_NAME} characters")
+        if len(hello.client_name.encode()) > MAX_CLIENT_NAME_BYTES:
+            raise InvalidRequest(f"client_name: more than {MAX_CLIENT_NAME_BYTES} bytes")
         if self._closing.is_set():
             raise TierUnavailable("the daemon is draining")
         session = self.sessions.start(GroupId(hello.owner_group), hello.client_name)
@@ -152,8 +159,14 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 
     def release_quarantine(self) -> None:
         """Free half-written extents whose writers are gone."""
-        if self._store.has_quarantine:
-            self._store.release_quarantine(self._arena.live_owners())
+        if not self._store.has_quarantine:
+            return
+        try:
+            alive = self._arena.live_owners()
+        except OSError as error:  # Nobody knows who is alive, so nothing is freed.
+            log.error("client locks can't be read", error=str(error))
+            return
+        self._store.release_quarantine(alive)
 
     # Namespaces
 

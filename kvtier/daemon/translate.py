@@ -26,6 +26,8 @@ from kvtier.v1 import cache_pb2 as pb
 log = structlog.get_logger(__name__)
 
 WIRE_VERSION = 1
+MAX_BLOCK_BYTES = 1 << 40
+"""Far beyond any model; bounds the arithmetic, not the memory."""
 
 REASONS = {
     Refusal.NONE: pb.REASON_NONE,
@@ -79,8 +81,8 @@ def typed_errors(
             return await method(self, request, context)
         except errors.KvtierError as error:
             await context.abort(status_of(error), str(error))
-        except AssertionError:
-            log.exception("broken invariant", rpc=method.__name__)
+        except Exception:  # The top of a call: logged, told, and the daemon lives.
+            log.exception("a bug", rpc=method.__name__)
             await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the daemon's log")
         raise AssertionError("abort raises")
 
@@ -123,6 +125,8 @@ def spec_of(digest: bytes, encoded: bytes) -> tuple[NamespaceDigest, NamespaceSp
         NamespaceMismatch: it is another namespace's.
     """
     spec = parse_spec(encoded)
+    if spec.block_bytes > MAX_BLOCK_BYTES:
+        raise errors.InvalidRequest(f"spec: a block of {spec.block_bytes} bytes is too large")
     if namespace_digest(spec) != digest:
         raise errors.NamespaceMismatch("the digest is not that of the spec")
     return NamespaceDigest(digest), spec

@@ -11,6 +11,7 @@ its check.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -20,10 +21,11 @@ from pathlib import Path
 from kvtier.addresses import is_private
 from kvtier.arena import DATA_OFFSET, NO_EPOCH, ArenaMapping, ControlPage, WriteRecord, live_owners
 from kvtier.codec.base import Bytes
-from kvtier.errors import AddressInUse, CapacityError, FormatError
+from kvtier.errors import AddressInUse, CapacityError, ConfigError, FormatError
 from kvtier.extents import EXTENT_ALIGN_BYTES, Extent
 from kvtier.types import GroupId
 
+OWNER_LOCK = "daemon.lock"
 MEMORY_MARGIN_BYTES = 128 << 20
 """Left to everybody else when the arena is reserved."""
 
@@ -49,6 +51,7 @@ class HostArena:
 
         Raises:
             AddressInUse: another daemon owns the directory.
+            ConfigError: the directory can't be made.
             CapacityError: the file system, the memory or the cgroup has too little room.
         """
         self.capacity_bytes = capacity_bytes // EXTENT_ALIGN_BYTES * EXTENT_ALIGN_BYTES
@@ -56,7 +59,10 @@ class HostArena:
         self.path = directory / "arena"
         self.lock_dir = directory / "locks"
         self._directory = directory
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"arena_dir {directory}: {error.strerror}") from error
         if not is_private(directory):
             raise AddressInUse(
                 f"{directory} is not a directory that only this user may write: "
@@ -89,7 +95,12 @@ class HostArena:
         if self._owner_lock < 0:
             return
         self.control.epoch = NO_EPOCH
-        shutil.rmtree(self._directory, ignore_errors=True)
+        # File by file: whatever else an operator keeps there is none of our business.
+        self.path.unlink(missing_ok=True)
+        shutil.rmtree(self.lock_dir, ignore_errors=True)
+        (self._directory / OWNER_LOCK).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._directory.rmdir()
         os.close(self._owner_lock)
         self._owner_lock = -1
 
@@ -137,14 +148,19 @@ class HostArena:
 
 def _own(directory: Path) -> int:
     """Take the directory's owner lock; its descriptor."""
-    path = directory / "daemon.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise AddressInUse(f"{directory} belongs to a running daemon") from error
-    return descriptor
+    path = directory / OWNER_LOCK
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise AddressInUse(f"{directory} belongs to a running daemon") from error
+        except FileNotFoundError:
+            pass
+        os.close(descriptor)  # A daemon that was just ending has unlinked what we opened.
 
 
 def _check_room(directory: Path, size_bytes: int) -> None:

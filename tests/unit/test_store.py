@@ -9,7 +9,7 @@ from collections import OrderedDict
 import pytest
 
 from kvtier.arena import LEASE_SLOTS
-from kvtier.errors import (
+from kvtier.errors import CapacityError, (
     CorruptBlock,
     InvalidRequest,
     LeaseState,
@@ -538,7 +538,7 @@ def test_namespaces_are_bounded() -> None:
     world = World(StoreConfig(host_bytes=PAGE, max_namespaces=2))
     for number in range(2):
         world.store.open_namespace(NamespaceDigest(bytes([number]) * 32), SPEC)
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(CapacityError):
         world.store.open_namespace(NamespaceDigest(b"x" * 32), SPEC)
 
 
