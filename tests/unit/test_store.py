@@ -9,7 +9,8 @@ from collections import OrderedDict
 import pytest
 
 from kvtier.arena import LEASE_SLOTS
-from kvtier.errors import CapacityError, (
+from kvtier.errors import (
+    CapacityError,
     CorruptBlock,
     InvalidRequest,
     LeaseState,
