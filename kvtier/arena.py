@@ -6,7 +6,7 @@ daemon's rules (reserve, take over, quarantine) are in tier/host.py, the client'
     offset      content
     0           header: magic, format version, epoch, sizes                     (4 KiB)
     4096        lease slots: generation u64, counts u64 (usable << 32 | ready)  (16 B each)
-    ...         write records: offset u64, size u64, epoch 16 B, group 16 B     (64 B each)
+    ...         write records: offset u64, size u64, epoch 16 B, writer 16 B    (64 B each)
     data_offset blocks, in 4 KiB-aligned extents; offsets on the wire count from 0 of the file
 
 A reader's copy counts only if, after it, the page still shows the epoch and the slot generation it
@@ -15,15 +15,18 @@ reused, and a new daemon changes the epoch before it touches anything. Fields ar
 words, stored whole.
 
 A client process holds a shared flock on a file of its own in the lock directory, named
-EPOCH-GROUP-RANDOM. A write extent whose lease did not end properly stays out of use until no lock
-of its epoch and group is held: then no process is left that could write into it.
+EPOCH-WRITER-RANDOM. A write extent whose lease did not end properly stays out of use until no lock
+of its epoch and writer is held: then no process is left that could write into it. The writer is
+the session that reserved, not its group: others of the group may live on for long.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
+import hashlib
 import mmap
 import os
 import secrets
@@ -36,7 +39,6 @@ import numpy.typing as npt
 
 from kvtier.errors import FormatError
 from kvtier.extents import Extent
-from kvtier.types import GroupId
 
 MAGIC = int.from_bytes(b"KVTARENA", "little")
 FORMAT_VERSION = 1
@@ -56,13 +58,18 @@ NO_EPOCH = bytes(EPOCH_BYTES)
 """In the control page: no daemon owns the arena."""
 
 
+def writer_of(session_id: bytes) -> bytes:
+    """16 bytes that name a session in records and lock files without giving it away."""
+    return hashlib.sha256(b"kvtier.writer.v1\n" + session_id).digest()[:16]
+
+
 class WriteRecord(NamedTuple):
     """An extent that some process may be writing into."""
 
     number: int
     extent: Extent
     epoch: bytes
-    group: GroupId
+    writer: bytes
 
 
 class ControlPage:
@@ -128,7 +135,7 @@ class ControlPage:
         row = self._records[record.number]
         row[0] = record.extent.offset_bytes
         row[2:4] = np.frombuffer(record.epoch, dtype="<u8")
-        row[4:6] = np.frombuffer(record.group, dtype="<u8")
+        row[4:6] = np.frombuffer(record.writer, dtype="<u8")
         row[1] = record.extent.size_bytes  # Last: a size makes the record count.
 
     def clear_write(self, number: int) -> None:
@@ -142,7 +149,7 @@ class ControlPage:
                 number=int(number),
                 extent=Extent(int(row[0]), int(row[1])),
                 epoch=row[2:4].tobytes(),
-                group=GroupId(row[4:6].tobytes()),
+                writer=row[4:6].tobytes(),
             )
             for number in np.flatnonzero(self._records[:, 1])
             for row in (self._records[number],)
@@ -190,10 +197,10 @@ class ArenaMapping:
 class ClientLock:
     """A client process's sign of life beside the arena: a shared flock, gone with the process."""
 
-    def __init__(self, lock_dir: Path, epoch: bytes, group: GroupId) -> None:
+    def __init__(self, lock_dir: Path, epoch: bytes, writer: bytes) -> None:
         """Create and lock a file of our own. Raises OSError where the directory is not ours."""
         unique = secrets.token_hex(8)
-        self._path = lock_dir / f"{epoch.hex()}-{group.hex()}-{unique}"
+        self._path = lock_dir / f"{epoch.hex()}-{writer.hex()}-{unique}"
         # Locked before it has its name, so that the daemon never finds it unlocked.
         unnamed = lock_dir / f".{unique}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -228,26 +235,25 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def live_owners(lock_dir: Path) -> set[tuple[bytes, GroupId]]:
-    """(epoch, group) pairs of which some process holds a lock; dead ones' files are removed.
+def live_owners(lock_dir: Path) -> set[tuple[bytes, bytes]]:
+    """(epoch, writer) pairs of which some process holds a lock; dead ones' files are removed.
 
     Raises:
         OSError: the directory can't be read: who is alive is unknown.
     """
-    alive: set[tuple[bytes, GroupId]] = set()
+    alive: set[tuple[bytes, bytes]] = set()
     for path in lock_dir.iterdir():
         try:
-            epoch_hex, group_hex, _ = path.name.split("-")
-            owner = bytes.fromhex(epoch_hex), GroupId(bytes.fromhex(group_hex))
+            epoch_hex, writer_hex, _ = path.name.split("-")
+            owner = bytes.fromhex(epoch_hex), bytes.fromhex(writer_hex)
         except ValueError:
             continue  # Not a lock file.
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            continue  # Released this instant.
-        except OSError:
-            alive.add(owner)  # Can't be told: out of descriptors, not ours.
-            continue
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ELOOP, errno.EISDIR):
+                alive.add(owner)  # Another user's, or no descriptor is left: can't be told.
+            continue  # Released this instant, or not a lock file.
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):

@@ -50,10 +50,12 @@ class WriteLease:
     Attributes:
         copies: The granted blocks, in chain order, all WRITING.
         records: Indices of its write records in the control page.
+        writer: Whose lock says that somebody may be writing (arena.py).
     """
 
     id: int
     group: GroupId
+    writer: bytes
     deadline_s: float
     copies: list[HostCopy]
     records: list[int] = field(default_factory=list)
@@ -75,10 +77,13 @@ class Quarantine:
     Attributes:
         lease_id: The lease; its owner may still say that it has stopped.
         epoch: Daemon boot under which the lease was granted.
+        writer: Whose lock says that somebody may be writing (arena.py).
+        group: Its owner; empty for a lease of a former daemon, whose id nobody knows.
     """
 
     lease_id: int
     epoch: bytes
+    writer: bytes
     group: GroupId
     extents: list[Extent]
     records: list[int]

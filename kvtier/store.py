@@ -299,7 +299,7 @@ class TieredStore:
                         break
         return pending
 
-    def reserve(
+    def reserve(  # noqa: PLR0913 - the fields of the request
         self,
         namespace: Namespace,
         parent: BlockHash | None,
@@ -309,9 +309,11 @@ class TieredStore:
         now_s: float,
         ttl_s: float = 0.0,
         allowed_loss: Loss = Loss.EXACT,
+        writer: bytes = b"",
     ) -> Reserved:
         """Extents for the absent ones of consecutive blocks behind `parent` (None: the root).
 
+        `writer` is whose lock tells whether somebody still writes (arena.py); empty for the group.
         Takes room from the coldest blocks. Unwritten ones go to the SSD's queue if it has room;
         otherwise their demotion is shed.
 
@@ -360,8 +362,10 @@ class TieredStore:
         self.counters.refused_blocks += len(hashes) - covered
         if not copies:
             return Reserved(None, [], refusal, present, covered)
-        self._write_records(copies, records, group)
-        lease = WriteLease(self._leases.new_id(), group, now_s + self._ttl(ttl_s), copies, records)
+        writer = writer or group
+        self._write_records(copies, records, writer)
+        deadline_s = now_s + self._ttl(ttl_s)
+        lease = WriteLease(self._leases.new_id(), group, writer, deadline_s, copies, records)
         self._leases.add(lease)
         return Reserved(lease, indices, refusal, present, covered)
 
@@ -483,11 +487,11 @@ class TieredStore:
         """True while some extents wait for their writer's lock."""
         return bool(self._quarantine)
 
-    def release_quarantine(self, alive: Iterable[tuple[bytes, GroupId]]) -> None:
+    def release_quarantine(self, alive: Iterable[tuple[bytes, bytes]]) -> None:
         """Free the extents of writers that are not among the living (arena.live_owners)."""
         living = set(alive)
         for held in list(self._quarantine.values()):
-            if (held.epoch, held.group) not in living:
+            if (held.epoch, held.writer) not in living:
                 self._end_quarantine(held.lease_id, held.group)
 
     def restore_quarantine(self, record: WriteRecord) -> None:
@@ -496,7 +500,7 @@ class TieredStore:
         self._records.remove(record.number)
         lease_id = self._leases.new_id()
         self._quarantine[lease_id] = Quarantine(
-            lease_id, record.epoch, record.group, [record.extent], [record.number]
+            lease_id, record.epoch, record.writer, GroupId(b""), [record.extent], [record.number]
         )
 
     # Completions
@@ -751,7 +755,7 @@ class TieredStore:
         self.host.pin(copy)
         return copy
 
-    def _write_records(self, copies: list[HostCopy], records: list[int], group: GroupId) -> None:
+    def _write_records(self, copies: list[HostCopy], records: list[int], writer: bytes) -> None:
         runs: list[Extent] = []
         for copy in copies:
             offset, size = copy.extent
@@ -760,7 +764,7 @@ class TieredStore:
             else:
                 runs.append(copy.extent)
         for index, run in zip(records, runs, strict=True):
-            self._control.record_write(WriteRecord(index, run, self._epoch, group))
+            self._control.record_write(WriteRecord(index, run, self._epoch, writer))
 
     def _clear_records(self, records: list[int]) -> None:
         for index in records:
@@ -773,7 +777,7 @@ class TieredStore:
             self._end_read(lease)
             return
         self._leases.remove(lease)
-        held = Quarantine(lease.id, self._epoch, lease.group, [], lease.records)
+        held = Quarantine(lease.id, self._epoch, lease.writer, lease.group, [], lease.records)
         for copy in lease.copies:
             held.extents.append(copy.extent)
             self._forget_unwritten(copy, keep_extent=True)

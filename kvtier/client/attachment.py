@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from kvtier.arena import ArenaMapping, ClientLock
+from kvtier.arena import ArenaMapping, ClientLock, writer_of
 from kvtier.client.fork import gate, keep_forever
 from kvtier.errors import FormatError, SessionError
 from kvtier.types import GroupId, NamespaceSpec
@@ -89,7 +89,7 @@ class Attachment:
                 raise SessionError("the daemon ended the session at once")
             self.session_id, self.epoch = welcome.session_id, welcome.epoch
             if shared_memory:
-                self._map(welcome, group)
+                self._map(welcome)
             self._heartbeat_s = welcome.heartbeat_ms / 1000
             self._welcomed.set()
         except BaseException:
@@ -162,14 +162,14 @@ class Attachment:
         if self._lock is not None and self.lost.is_set() and not self._writers:
             self._lock.release()
 
-    def _map(self, welcome: pb.Welcome, group: GroupId) -> None:
+    def _map(self, welcome: pb.Welcome) -> None:
         """Map the arena if it is here and this daemon's; otherwise bytes are streamed."""
         try:
             mapping = ArenaMapping(Path(welcome.arena_path))
             mapping.control.check_format()
             if mapping.control.epoch != welcome.epoch or mapping.data.size != welcome.arena_bytes:
                 return  # Another daemon's file at the same path: another mount namespace.
-            lock = ClientLock(Path(welcome.lock_dir), welcome.epoch, group)
+            lock = ClientLock(Path(welcome.lock_dir), welcome.epoch, writer_of(welcome.session_id))
         except (OSError, FormatError):
             return  # Another host or container: the file is not here.
         with self._guard:

@@ -15,7 +15,7 @@ import numpy as np
 import structlog
 
 from kvtier import __version__
-from kvtier.arena import DATA_OFFSET
+from kvtier.arena import DATA_OFFSET, writer_of
 from kvtier.config import Settings
 from kvtier.daemon import sessions as owners
 from kvtier.daemon.stats import stats_response
@@ -322,6 +322,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             now_s=self._clock(),
             ttl_s=request.ttl_ms / 1000,
             allowed_loss=allowed_loss,
+            writer=writer_of(request.session_id),
         )
         self._pump()
         lease = reserved.lease

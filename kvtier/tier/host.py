@@ -23,7 +23,6 @@ from kvtier.arena import DATA_OFFSET, NO_EPOCH, ArenaMapping, ControlPage, Write
 from kvtier.codec.base import Bytes
 from kvtier.errors import AddressInUse, CapacityError, ConfigError, FormatError
 from kvtier.extents import EXTENT_ALIGN_BYTES, Extent
-from kvtier.types import GroupId
 
 OWNER_LOCK = "daemon.lock"
 MEMORY_MARGIN_BYTES = 128 << 20
@@ -86,8 +85,8 @@ class HostArena:
         """(size_bytes,) uint8: the first bytes of an extent, in place."""
         return self._data[extent.offset_bytes : extent.offset_bytes + size_bytes]
 
-    def live_owners(self) -> set[tuple[bytes, GroupId]]:
-        """(epoch, group) pairs some process of which may still write (arena.live_owners)."""
+    def live_owners(self) -> set[tuple[bytes, bytes]]:
+        """(epoch, writer) pairs some process of which may still write (arena.live_owners)."""
         return live_owners(self.lock_dir)
 
     def close(self) -> None:

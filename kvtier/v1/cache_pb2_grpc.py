@@ -184,7 +184,8 @@ class CacheServicer(object):
     def Reserve(self, request, context):
         """Write lease: extents for those of the hashes that are not present. Present ones, and ones that another
         lease is writing, are skipped, so equal blocks are stored once. Grants a prefix of the rest, as
-        much as fits; reason says why it is shorter. A first block has an empty parent; any other
+        much as fits; reason says why it is shorter. Only the process of this session may write through
+        shared memory: its lock says for how long an ended lease's extents can't be reused. A first block has an empty parent; any other
         parent must be present (reason ORPHAN otherwise: nobody could find the blocks).
         Default deadline 100 ms, of which the daemon may wait wait_ms for a demotion.
         """

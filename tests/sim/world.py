@@ -201,7 +201,7 @@ class World:
         )
         alive = self.alive()
         for record in self.control.open_writes():
-            if (record.epoch, record.group) in alive:
+            if (record.epoch, record.writer) in alive:
                 self.store.restore_quarantine(record)
             else:
                 self.control.clear_write(record.number)
