@@ -3,7 +3,8 @@
     loads    a queue in prefix order, `read_threads` reads in flight
     writes   one ordered queue; a batch is encoded on the codec threads while the one before it is
              committed on the writer thread; waits while loads are in flight. Encoding is what
-             costs CPU: batches that nobody waits for do it on threads of the lowest class
+             costs CPU: batches that nobody waits for do it on one thread. (Not on threads of the
+             lowest class: one that is preempted while it holds the GIL stops the event loop)
 
 Runs on the event loop; blocking work is on small executors. The only place where TierError is
 caught: it becomes a failed job, and the store makes a miss of it.
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -114,7 +114,7 @@ class Mover:
         self._writer = ThreadPoolExecutor(1, "ssd-write")
         threads = min(4, os.cpu_count() or 1)
         self._codecs = ThreadPoolExecutor(threads, "codec")
-        self._idle_codecs = ThreadPoolExecutor(threads, "codec-idle", initializer=_lowest_priority)
+        self._idle_codec = ThreadPoolExecutor(1, "codec-idle")
 
     def pump(self) -> None:
         """Take over the jobs that the store has made. Call after every call of the store."""
@@ -146,7 +146,7 @@ class Mover:
 
     def close(self) -> None:
         """Wait for running work and end the threads."""
-        for executor in (self._readers, self._idle_codecs, self._codecs, self._writer):
+        for executor in (self._readers, self._idle_codec, self._codecs, self._writer):
             executor.shutdown(wait=True, cancel_futures=True)
 
     async def _load_loop(self) -> None:
@@ -235,7 +235,7 @@ class Mover:
         urgent = any(job.urgent for job in batch.writes)
         encoded = [
             loop.run_in_executor(
-                self._codecs if urgent else self._idle_codecs,
+                self._codecs if urgent else self._idle_codec,
                 self._ssd.prepare,
                 job.meta,
                 self._arena.view(job.copy.extent, job.size_bytes),
@@ -315,8 +315,3 @@ class Mover:
         self._writes_done += jobs
         self.pump()
         self.progress.notify()
-
-
-def _lowest_priority() -> None:
-    """What nobody waits for may not take a core from the engine: lowest class of this thread."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

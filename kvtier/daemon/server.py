@@ -14,6 +14,7 @@ import secrets
 import signal
 import socket
 import stat
+import sys
 import time
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -52,6 +53,7 @@ CALLS_PER_SESSION = 16
 TICK_S = 0.2
 QUARANTINE_POLL_S = 1.0
 DRAIN_S = 10.0
+GIL_SWITCH_S = 0.0005
 
 
 def serve(settings: Settings) -> None:
@@ -77,6 +79,9 @@ async def _serve(settings: Settings) -> None:
         loop.add_signal_handler(number, on_signal)  # From now on nothing is left behind.
     async with AsyncExitStack() as stack:
         daemon = await Daemon.open(settings, stack)
+        # The event loop asks for the GIL back after this long: with all cores busy, a lookup's p90
+        # was 3 to 5 times shorter than with the default of 5 ms.
+        sys.setswitchinterval(GIL_SWITCH_S)
         # The index is large, long-lived and acyclic: walking it again and again would only stall
         # requests. What a warm start built is exempt, and full collections become rare.
         gc.collect()
