@@ -6,7 +6,7 @@ import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import grpc
@@ -58,40 +58,51 @@ def _warm_grpc() -> None:
     grpc.insecure_channel("unix:/nonexistent").close()
 
 
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
 @pytest.fixture(autouse=True)
 def _nothing_leaks() -> Iterator[None]:
     threads, descriptors, arenas = threading.active_count(), _descriptors(), _orphaned_arenas()
+    children = _children()
     yield
     eventually(lambda: threading.active_count() <= threads, f"threads end: {threading.enumerate()}")
     eventually(
         lambda: len(_descriptors()) <= len(descriptors),
-        f"descriptors close: {set(_descriptors()) - set(descriptors)}",
+        f"descriptors close: {descriptors} before, {_descriptors()} after",
     )
-    eventually(lambda: not psutil.Process().children(recursive=True), "children end")
+    eventually(lambda: _children() <= children, "children end")
     eventually(lambda: not _orphaned_arenas() - arenas, "arenas vanish")
 
 
-@pytest.fixture
-def start_daemon(tmp_path: Path, _nothing_leaks: None) -> Iterator[StartDaemon]:
+@contextmanager
+def daemons(directory: Path) -> Iterator[StartDaemon]:
     """Start daemons, each in a directory of its own, with an SSD tier unless told otherwise.
 
     At the end each must still be able to stop, and its log must tell of no bug.
     """
+    logs: list[Path] = []
     with ExitStack() as stack:
-        logs: list[Path] = []
 
         def start(name: str = "d", **settings: object) -> DaemonProcess:
-            directory = tmp_path / name
-            directory.mkdir()
+            home = directory / name
+            home.mkdir()
             values = {"host_capacity_bytes": 32 << 20, **SSD_SETTINGS, **settings}
-            logs.append(directory / "kvtier.log")
-            return stack.enter_context(DaemonProcess(directory, **values))  # type: ignore[arg-type]
+            logs.append(home / "kvtier.log")
+            return stack.enter_context(DaemonProcess(home, **values))  # type: ignore[arg-type]
 
         yield start
-        stack.close()
-        for path in logs:
-            text = path.read_text(errors="replace")
-            assert not any(word in text for word in BUGS), text
+    for path in logs:
+        text = path.read_text(errors="replace")
+        assert not any(word in text for word in BUGS), text
+
+
+@pytest.fixture
+def start_daemon(tmp_path: Path, _nothing_leaks: None) -> Iterator[StartDaemon]:
+    """Starts daemons of this test's own."""
+    with daemons(tmp_path) as start:
+        yield start
 
 
 @pytest.fixture
@@ -101,11 +112,8 @@ def daemon(start_daemon: StartDaemon) -> DaemonProcess:
 
 
 @pytest.fixture
-def connect(start_daemon: StartDaemon) -> Iterator[Connect]:
-    """Make clients that are closed before their daemon is.
-
-    A deadline of a second is a patient one: what is tested here is not this machine's speed.
-    """
+def connect(_nothing_leaks: None) -> Iterator[Connect]:
+    """Make clients; deadlines are patient, for what is tested is not this machine's speed."""
     with ExitStack() as stack:
 
         def make(daemon: DaemonProcess, **options: object) -> Client:

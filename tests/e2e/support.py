@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import queue
 import select
 import signal
 import subprocess
@@ -210,10 +211,10 @@ class Raw:
         self.channel = grpc.insecure_channel(
             address, [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
         )
-        self.stub = cache_pb2_grpc.CacheStub(self.channel)
+        self.stub: Any = cache_pb2_grpc.CacheStub(self.channel)
         self.group = group or os.urandom(16)
-        self._requests = _Requests(hello(self.group))
-        self._stream = self.stub.Session(self._requests)
+        self.requests = _Requests(hello(self.group))
+        self._stream = self.stub.Session(self.requests)
         try:
             self.welcome = next(self._stream).welcome
         except BaseException:
@@ -234,13 +235,13 @@ class Raw:
 
     def close(self) -> None:
         """End the session and the channel."""
-        self._requests.end()
+        self.requests.end()
         self._stream.cancel()
         self.channel.close()
 
     def beat(self) -> None:
         """Send a heartbeat and wait for its echo."""
-        self._requests.send(pb.SessionRequest(heartbeat=pb.Heartbeat()))
+        self.requests.send(pb.SessionRequest(heartbeat=pb.Heartbeat()))
         assert next(self._stream).WhichOneof("message") == "heartbeat"
 
     def wait_over(self) -> None:
@@ -263,27 +264,21 @@ class _Requests(Iterator[pb.SessionRequest]):
     """A stream of requests that stays open until end()."""
 
     def __init__(self, *first: pb.SessionRequest) -> None:
-        self._read, self._write = os.pipe()
-        self._queue = list(first)
-        os.write(self._write, b"." * len(first))
-        self._ended = False
+        self._queue: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
+        for request in first:
+            self._queue.put(request)
 
     def send(self, request: pb.SessionRequest) -> None:
-        self._queue.append(request)
-        os.write(self._write, b".")
+        self._queue.put(request)
 
     def end(self) -> None:
-        if not self._ended:
-            self._ended = True
-            os.close(self._write)
+        self._queue.put(None)
 
     def __next__(self) -> pb.SessionRequest:
-        if self._read < 0 or not os.read(self._read, 1):
-            if self._read >= 0:
-                os.close(self._read)
-                self._read = -1
+        request = self._queue.get()
+        if request is None:
             raise StopIteration
-        return self._queue.pop(0)
+        return request
 
 
 def hello(group: bytes, *, version: int = 1, name: str = "raw") -> pb.SessionRequest:
