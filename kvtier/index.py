@@ -2,7 +2,7 @@
 
 A Block is a node of a chain and outlives its copies while it has children, so a chain with a hole
 stays a chain. A copy in the host tier is an object of its own, because a lease must keep a copy
-that was dropped meanwhile. Nothing here decides; store.py does.
+that was dropped meanwhile. Nothing here decides.
 """
 
 from __future__ import annotations

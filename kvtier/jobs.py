@@ -15,7 +15,7 @@ from kvtier.types import BlockHash, Loss
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadJob:
-    """Read a block from the SSD into copy.extent; answered by store.loaded()."""
+    """Read a block from the SSD into copy.extent; answered by store.reads.loaded()."""
 
     copy: HostCopy
     hash: BlockHash
@@ -24,7 +24,7 @@ class LoadJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteJob:
-    """Write a block from copy.extent to the SSD; answered by store.written().
+    """Write a block from copy.extent to the SSD; answered by store.tiers.written().
 
     Attributes:
         urgent: Somebody waits for it, or will soon: it may compete with the engine for a core.
@@ -40,7 +40,7 @@ class WriteJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeleteJob:
-    """Forget a block on the SSD; answered by store.deleted()."""
+    """Forget a block on the SSD; answered by store.tiers.deleted()."""
 
     hash: BlockHash
     stored_bytes: int

@@ -2,7 +2,7 @@
 
 A read lease keeps blocks where they are; a write lease is reserve, copy, then commit or abort; a
 pin is a read lease without a session. The tables here answer who holds what until when. What a
-lease does to blocks is store.py's.
+lease does to blocks is for reads.py and writes.py to say.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvtier.errors import LeaseState, UnknownLease
 from kvtier.extents import Extent
 from kvtier.index import HostCopy
 from kvtier.types import GroupId
@@ -92,8 +91,16 @@ class Quarantine:
 class LeaseTable:
     """Live read and write leases, by id and by deadline."""
 
-    def __init__(self, first_id: int) -> None:
-        """Give out ids from first_id on; no two daemons of a host should share a range."""
+    def __init__(self, first_id: int, *, ttl_s: float, ttl_max_s: float) -> None:
+        """Start without leases.
+
+        Args:
+            first_id: Ids are given out from here on; no two daemons of a host should share a range.
+            ttl_s: Life of a lease whose request names none.
+            ttl_max_s: Longest life of a lease.
+        """
+        self._ttl_s = ttl_s
+        self._ttl_max_s = ttl_max_s
         self._next_id = first_id
         self._leases: dict[int, ReadLease | WriteLease] = {}
         self._deadlines: list[tuple[float, int]] = []
@@ -103,6 +110,10 @@ class LeaseTable:
         """A lease id that was never used."""
         self._next_id += 1
         return self._next_id
+
+    def deadline_s(self, now_s: float, ttl_s: float) -> float:
+        """Deadline of a new lease; ttl_s is what the request asks for, 0 for nothing."""
+        return now_s + min(ttl_s or self._ttl_s, self._ttl_max_s)
 
     def add(self, lease: ReadLease | WriteLease) -> None:
         """Make a lease live."""
@@ -121,20 +132,6 @@ class LeaseTable:
         """The live lease of this id, if it is the group's."""
         lease = self._leases.get(lease_id)
         return lease if lease is not None and lease.group == group else None
-
-    def read_lease(self, lease_id: int, group: GroupId) -> ReadLease:
-        """The live read lease of this id.
-
-        Raises:
-            UnknownLease: it is over, or another group's.
-            LeaseState: it is a write lease.
-        """
-        lease = self.find(lease_id, group)
-        if lease is None:
-            raise UnknownLease(f"no live lease {lease_id} of this owner group")
-        if not isinstance(lease, ReadLease):
-            raise LeaseState(f"lease {lease_id} is a write lease")
-        return lease
 
     def by_request(self, group: GroupId, request_id: bytes) -> ReadLease | None:
         """The live lease that an earlier Acquire of the same request made."""

@@ -171,7 +171,7 @@ class Mover:
                     self._no_loads.set()
                     busy_s = time.perf_counter() - self._loading_since_s
                     self._store.counters.ssd_read_seconds += busy_s
-                self._store.loaded(job, stored_bytes, failure)
+                self._store.reads.loaded(job, stored_bytes, failure)
                 self.pump()
                 self.progress.notify()
 
@@ -285,7 +285,7 @@ class Mover:
 
     def _answer(self, batch: _Batch, failure: TierError | None) -> None:
         for gone in batch.deletes:
-            self._store.deleted(gone)
+            self._store.tiers.deleted(gone)
         now_s = self._clock()
         for index, job in enumerate(batch.writes):
             if failure is None:
@@ -293,7 +293,9 @@ class Mover:
                 stored_bytes, loss = stored.payload.size, stored.loss
             else:
                 stored_bytes, loss = 0, Loss.EXACT
-            self._store.written(job, now_s, stored_bytes=stored_bytes, loss=loss, error=failure)
+            self._store.tiers.written(
+                job, now_s, stored_bytes=stored_bytes, loss=loss, error=failure
+            )
         self._done(len(batch.deletes) + len(batch.writes))
 
     async def _try_commit(
@@ -308,7 +310,7 @@ class Mover:
             usage = await asyncio.get_running_loop().run_in_executor(self._writer, commit)
         except TierError as error:
             return error
-        self._store.ssd_committed(usage)
+        self._store.tiers.ssd_committed(usage)
         return None
 
     def _done(self, jobs: int) -> None:

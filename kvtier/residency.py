@@ -1,7 +1,8 @@
-"""Which blocks each tier holds, and how they leave it.
+"""Which blocks each tier holds, and in what room.
 
 HostResidency owns the arena's extents, SsdResidency the queue of writes and deletes and the room on
-the SSD. Both are parts of the store (store.py): no I/O, one thread.
+the SSD, which a write takes from the coldest there. What leaves RAM is for tiers.py to say. No I/O,
+one thread.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ SSD_RETRY_S = 5.0
 
 
 class HostResidency:
-    """Blocks in the arena: extents, pins, order of leaving."""
+    """Blocks in the arena: extents, pins, order of leaving.
+
+    Attributes:
+        pinned_bytes: Extents of copies that leases, pins or jobs use.
+        quarantined_bytes: Extents without a copy, whose writer may still be writing.
+    """
 
     def __init__(
         self,
@@ -33,9 +39,10 @@ class HostResidency:
     ) -> None:
         self.extents = ExtentAllocator(capacity_bytes)
         self.pinned_bytes = 0
-        self.index = index
-        self.counters = counters
+        self.quarantined_bytes = 0
+        self._index = index
         self._policy = policy
+        self._counters = counters
 
     def touch(self, blocks: list[Block]) -> None:
         """Note a use of READY blocks; they have their new stamps."""
@@ -89,16 +96,32 @@ class HostResidency:
             self.extents.free(copy.extent)
 
     def discard(self, copy: HostCopy, *, keep_extent: bool) -> None:
-        """End a detached copy that was never READY; its writer was its only pin.
+        """End a copy that was never READY; its writer was its only pin.
 
-        With keep_extent the extent's next owner is the caller.
+        With keep_extent the writer may go on: quarantine until free_quarantined().
         """
         assert copy.pins == 1
-        assert not copy.current
+        block, was_current = copy.block, copy.current
+        if was_current:
+            self.detach(block)
         copy.pins = 0
         self.pinned_bytes -= copy.extent.size_bytes
-        if not keep_extent:
+        if keep_extent:
+            self.quarantined_bytes += copy.extent.size_bytes
+        else:
             self.extents.free(copy.extent)
+        if was_current:
+            self._index.prune(block)
+
+    def keep_out(self, extent: Extent) -> None:
+        """Quarantine an extent that a former daemon gave to a writer."""
+        self.extents.claim(extent)
+        self.quarantined_bytes += extent.size_bytes
+
+    def free_quarantined(self, extent: Extent) -> None:
+        """Nobody writes there any more."""
+        self.extents.free(extent)
+        self.quarantined_bytes -= extent.size_bytes
 
     def coldest(self) -> Generator[Block, None, None]:
         """READY blocks in the order in which they should leave (policy/base.py)."""
@@ -107,10 +130,10 @@ class HostResidency:
     def evict(self, block: Block) -> None:
         """A READY, unpinned block leaves RAM."""
         assert block.host is not None
-        self.counters.host_evicted_blocks += 1
-        self.counters.host_evicted_bytes += block.host.extent.size_bytes
+        self._counters.host_evicted_blocks += 1
+        self._counters.host_evicted_bytes += block.host.extent.size_bytes
         self.detach(block)
-        self.index.prune(block)
+        self._index.prune(block)
 
     def allocate(self, size_bytes: int, evictions: Iterator[None]) -> Extent | None:
         """An extent, evicting as long as none fits and something may leave."""
@@ -132,10 +155,12 @@ class SsdResidency:
 
     def __init__(
         self,
+        index: BlockIndex,
         host: HostResidency,
         policy: EvictionPolicy[Block],
         usage: TierUsage,
         queue_bytes: int,
+        counters: Counters,
     ) -> None:
         """`queue_bytes` bounds the blocks on their way to the SSD."""
         self.usage = usage
@@ -143,10 +168,11 @@ class SsdResidency:
         self.queued_bytes = 0
         self.dirty: dict[Block, None] = {}
         self.dirty_bytes = 0
+        self._index = index
         self._host = host
         self._policy = policy
         self._queue_bytes = queue_bytes
-        self._counters = host.counters
+        self._counters = counters
         self._deleting_bytes = 0
         self._retry_at_s = 0.0
         self._last_job = 0
@@ -196,7 +222,7 @@ class SsdResidency:
         self.remember(block)
         self.mark_clean(block)
         # The medium knows a block by its hash only: a later delete of the old one would hit ours.
-        for dropped in self._host.index.retired_namesakes(block.hash):
+        for dropped in self._index.retired_namesakes(block.hash):
             self.drop(dropped)
         self._last_job += 1
         block.ssd, block.ssd_job = SsdState.WRITING, self._last_job
@@ -290,7 +316,7 @@ class SsdResidency:
                 self._counters.ssd_evicted_blocks += 1
                 self._counters.ssd_evicted_bytes += block.ssd_bytes
                 self.drop(block)
-                self._host.index.prune(block)
+                self._index.prune(block)
                 if self._projected_bytes + size_bytes <= self.usage.limit_bytes:
                     return True
         return False

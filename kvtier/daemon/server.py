@@ -188,24 +188,25 @@ class Daemon:
                 self._pump()
                 await asyncio.sleep(0)  # Between batches, requests go first.
             idle = now_s - self._service.last_request_s >= self._settings.idle_write_after_s
-            self.store.write_ahead(now_s, idle=idle)
+            self.store.tiers.write_ahead(now_s, idle=idle)
             self._pump()
 
     async def drain(self, force: asyncio.Event) -> None:
         """End sessions and write what is unwritten, until done, forced or out of time."""
         log.info("draining")
         self.set_health(False)
-        self.store.draining = True
+        self.store.writes.draining = True
         self._service.close_sessions()
-        if self._mover is None or self.store.ssd is None:
+        ssd = self.store.tiers.ssd
+        if self._mover is None or ssd is None:
             return
         deadline_s = time.monotonic() + DRAIN_S
-        while self.store.ssd.dirty or self.store.ssd.queued_bytes:
+        while ssd.dirty or ssd.queued_bytes:
             now_s = time.monotonic()
             if force.is_set() or now_s >= deadline_s:
-                log.warning("unwritten blocks are lost", blocks=len(self.store.ssd.dirty))
+                log.warning("unwritten blocks are lost", blocks=len(ssd.dirty))
                 return
-            self.store.write_ahead(now_s, idle=True)
+            self.store.tiers.write_ahead(now_s, idle=True)
             self._pump()
             await self._mover.progress.wait(TICK_S)
         await self._mover.settle(max(0.0, deadline_s - time.monotonic()))  # Deletes count, too.
@@ -248,13 +249,13 @@ def _build_store(
         ssd_usage=ssd.usage() if ssd is not None else None,
     )
     for record in arena.leftovers:
-        store.restore_quarantine(record)
+        store.writes.restore_quarantine(record)
     if ssd is not None:
         started_s = time.perf_counter()
         store.restore(ssd.namespaces(), ssd.scan())
         log.info(
             "ssd tier warm",
-            blocks=len(store.ssd) if store.ssd is not None else 0,
+            blocks=len(store.tiers.ssd) if store.tiers.ssd is not None else 0,
             seconds=round(time.perf_counter() - started_s, 3),
         )
     return store

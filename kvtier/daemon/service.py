@@ -159,14 +159,14 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 
     def release_quarantine(self) -> None:
         """Free half-written extents whose writers are gone."""
-        if not self._store.has_quarantine:
+        if not self._store.writes.has_quarantine:
             return
         try:
             alive = self._arena.live_owners()
         except OSError as error:  # Nobody knows who is alive, so nothing is freed.
             log.error("client locks can't be read", error=str(error))
             return
-        self._store.release_quarantine(alive)
+        self._store.writes.release_quarantine(alive)
 
     # Namespaces
 
@@ -202,7 +202,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
     @typed_errors
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
         self._group(request.session_id)
-        found = self._store.lookup(
+        found = self._store.reads.lookup(
             self._namespace(request.namespace),
             hashes_of(request.hashes),
             loss_of(request.allowed_loss),
@@ -219,7 +219,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             raise InvalidRequest(f"request_id: more than {MAX_REQUEST_ID_BYTES} bytes")
         group = self._group(request.session_id)
         namespace = self._namespace(request.namespace)
-        lease, refusal = self._store.acquire(
+        lease, refusal = self._store.reads.acquire(
             namespace,
             hashes_of(request.hashes),
             group=group,
@@ -256,7 +256,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         """The lease once its first `blocks` are ready or can't be, or the time is up."""
         deadline_s = self._clock() + timeout_s
         while True:
-            lease = self._store.read_lease(lease_id, group)
+            lease = self._store.reads.lease(lease_id, group)
             left_s = deadline_s - self._clock()
             if lease.ready >= min(blocks, lease.usable) or left_s <= 0:
                 return lease
@@ -264,7 +264,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 
     @typed_errors
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
-        self._store.release(request.lease_id, self._group(request.session_id))
+        self._store.reads.release(request.lease_id, self._group(request.session_id))
         return pb.ReleaseResponse()
 
     @typed_errors
@@ -287,7 +287,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         if not request.ttl_ms:
             raise InvalidRequest("ttl_ms: a pin needs a time to live")
         pin_id = secrets.token_bytes(16)
-        blocks = self._store.pin(
+        blocks = self._store.reads.pin(
             self._namespace(request.namespace),
             hashes_of(request.hashes),
             pin_id=pin_id,
@@ -300,7 +300,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
     @typed_errors
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:
         self._group(request.session_id)
-        self._store.unpin(request.pin_id)
+        self._store.reads.unpin(request.pin_id)
         return pb.UnpinResponse()
 
     # Writing
@@ -314,7 +314,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         allowed_loss = loss_of(request.allowed_loss)
         if request.wait_ms:
             await self._make_room(namespace, hashes, min(request.wait_ms / 1000, MAX_WAIT_S))
-        reserved = self._store.reserve(
+        reserved = self._store.writes.reserve(
             namespace,
             parent,
             hashes,
@@ -342,21 +342,21 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         """Let unwritten blocks in the way reach the SSD first, as far as the time allows."""
         deadline_s = self._clock() + timeout_s
         absent = sum(key not in namespace.blocks for key in hashes)
-        while self._store.start_demotions(absent * namespace.size_bytes, self._clock()):
+        while self._store.tiers.start_demotions(absent * namespace.size_bytes, self._clock()):
             self._pump()
             if not await self._progress.wait(max(0.0, deadline_s - self._clock())):
                 return
 
     @typed_errors
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
-        blocks = self._store.commit(request.lease_id, self._group(request.session_id))
-        self._store.write_ahead(self._clock(), idle=False)
+        blocks = self._store.writes.commit(request.lease_id, self._group(request.session_id))
+        self._store.tiers.write_ahead(self._clock(), idle=False)
         self._pump()
         return pb.CommitResponse(blocks=blocks)
 
     @typed_errors
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        self._store.abort(request.lease_id, self._group(request.session_id))
+        self._store.writes.abort(request.lease_id, self._group(request.session_id))
         return pb.AbortResponse()
 
     @typed_errors
@@ -371,21 +371,21 @@ class CacheService(cache_pb2_grpc.CacheServicer):
                 received = self._store_chunk(lease_id, group, received, chunk.data)
             if not group:
                 raise InvalidRequest("an empty stream")
-            lease = self._store.write_lease(lease_id, group)
+            lease = self._store.writes.lease(lease_id, group)
             expected = sum(copy.block.namespace.size_bytes for copy in lease.copies)
             if received != expected:
                 raise InvalidRequest(f"data: {received} bytes for blocks of {expected}")
-            blocks = self._store.commit(lease_id, group)
+            blocks = self._store.writes.commit(lease_id, group)
         except BaseException:
             if group:
-                self._store.abort(lease_id, group)
+                self._store.writes.abort(lease_id, group)
             raise
         self._pump()
         return pb.StoreResponse(blocks=blocks)
 
     def _store_chunk(self, lease_id: int, group: GroupId, at: int, data: bytes) -> int:
         """Copy a chunk to its place behind `at` bytes; the new number of bytes."""
-        lease = self._store.write_lease(lease_id, group)
+        lease = self._store.writes.lease(lease_id, group)
         size_bytes = lease.copies[0].block.namespace.size_bytes
         rest = np.frombuffer(data, dtype=np.uint8)
         while rest.size:
@@ -413,7 +413,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         deadline_s = self._clock() + min(request.timeout_ms / 1000, MAX_WAIT_S)
         while True:
             namespace = self._namespace(request.namespace)
-            durable = self._store.flush(namespace, hashes, self._clock())
+            durable = self._store.tiers.flush(namespace, hashes, self._clock())
             self._pump()
             left_s = deadline_s - self._clock()
             if all(durable) or left_s <= 0 or self._mover is None:

@@ -28,14 +28,12 @@ class TierState:
 
 def tier_states(store: TieredStore, ssd_capacity_bytes: int) -> list[TierState]:
     """Occupancy of the tiers there are."""
-    extents = store.host.extents
+    host, ssd = store.tiers.host, store.tiers.ssd
+    extents = host.extents
     states = [
-        TierState(
-            Tier.HOST, extents.capacity_bytes, extents.used_bytes, len(store.host), healthy=True
-        )
+        TierState(Tier.HOST, extents.capacity_bytes, extents.used_bytes, len(host), healthy=True)
     ]
-    if store.ssd is not None:
-        ssd = store.ssd
+    if ssd is not None:
         used_bytes = ssd.usage.used_bytes
         states.append(
             TierState(Tier.SSD, ssd_capacity_bytes, used_bytes, len(ssd), healthy=ssd.healthy)
@@ -46,15 +44,15 @@ def tier_states(store: TieredStore, ssd_capacity_bytes: int) -> list[TierState]:
 def gauges(store: TieredStore, sessions: int) -> dict[str, tuple[float, str]]:
     """Name -> (value, meaning) of what goes up and down."""
     reads, writes, pins = store.lease_counts()
-    ssd = store.ssd
+    host, ssd = store.tiers.host, store.tiers.ssd
     return {
         "sessions": (sessions, "Connected sessions."),
         "read_leases": (reads, "Live read leases."),
         "write_leases": (writes, "Live write leases."),
         "pins": (pins, "Live pins."),
-        "pinned_bytes": (store.host.pinned_bytes, "Arena bytes that leases, pins or jobs hold."),
+        "pinned_bytes": (host.pinned_bytes, "Arena bytes that leases, pins or jobs hold."),
         "quarantined_bytes": (
-            store.quarantined_bytes,
+            host.quarantined_bytes,
             "Arena bytes that wait for a vanished writer.",
         ),
         "namespaces": (len(store.index.namespaces), "Open namespaces."),
@@ -104,8 +102,8 @@ def stats_response(
         read_leases=reads,
         write_leases=writes,
         pins=pins,
-        pinned_bytes=store.host.pinned_bytes,
-        quarantined_bytes=store.quarantined_bytes,
+        pinned_bytes=store.tiers.host.pinned_bytes,
+        quarantined_bytes=store.tiers.host.quarantined_bytes,
         namespaces=len(store.index.namespaces),
         counters=counter_values(store.counters),
     )

@@ -88,10 +88,10 @@ class StoreMachine(RuleBasedStateMachine):
             first, _ = self.world.acquire(namespace, hashes, who, request_id=request_id)
         except LeaseState:
             return
-        pinned_bytes = self.world.store.host.pinned_bytes
+        pinned_bytes = self.world.store.tiers.host.pinned_bytes
         second, _ = self.world.acquire(namespace, hashes, who, request_id=request_id)
         assert second is first
-        assert self.world.store.host.pinned_bytes == pinned_bytes
+        assert self.world.store.tiers.host.pinned_bytes == pinned_bytes
 
     @rule(where=WHERE, tokens=TOKENS, who=WHO, order=st.permutations(range(4)))
     def acquire_nonsense(
@@ -106,27 +106,27 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(which=WHICH)
     def release(self, which: int) -> None:
         grant = self.grant(which)
-        self.world.store.release(grant.lease.id, grant.lease.group)
+        self.world.store.reads.release(grant.lease.id, grant.lease.group)
         assert self.world.control.generation(grant.lease.slot) != grant.lease.generation
-        self.world.store.release(grant.lease.id, grant.lease.group)
+        self.world.store.reads.release(grant.lease.id, grant.lease.group)
 
     @precondition(lambda self: self.world.grants)
     @rule(which=WHICH)
     def release_a_foreign_lease(self, which: int) -> None:
         lease = self.grant(which).lease
         thief = next(group for group in GROUPS if group != lease.group)
-        self.world.store.release(lease.id, thief)
+        self.world.store.reads.release(lease.id, thief)
         with pytest.raises(UnknownLease):
-            self.world.store.read_lease(lease.id, thief)
+            self.world.store.reads.lease(lease.id, thief)
         with pytest.raises(UnknownLease):
-            self.world.store.commit(lease.id, thief)
+            self.world.store.writes.commit(lease.id, thief)
         assert self.world.control.generation(lease.slot) == lease.generation
 
     @rule(where=WHERE, tokens=TOKENS, ttl_s=TTL)
     def pin(self, where: int, tokens: list[int], ttl_s: float) -> None:
         self.pins += 1
         namespace = self.namespace(where)
-        self.world.store.pin(
+        self.world.store.reads.pin(
             namespace,
             chain(namespace, tokens),
             pin_id=self.pins.to_bytes(16, "little"),
@@ -138,7 +138,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pins)
     @rule(which=WHICH)
     def unpin(self, which: int) -> None:
-        self.world.store.unpin((1 + which % self.pins).to_bytes(16, "little"))
+        self.world.store.reads.unpin((1 + which % self.pins).to_bytes(16, "little"))
 
     # Writing
 
@@ -167,7 +167,7 @@ class StoreMachine(RuleBasedStateMachine):
         namespace = self.namespace(where)
         for tokens in prompts:
             self.world.serve(namespace, chain(namespace, tokens), who)
-            self.world.store.write_ahead(self.world.now_s, idle=True)
+            self.world.store.tiers.write_ahead(self.world.now_s, idle=True)
             self.world.take_jobs()
             while self.world.writer:
                 self.world.finish_write()
@@ -178,35 +178,35 @@ class StoreMachine(RuleBasedStateMachine):
         writing = self.writing(which)
         self.world.commit(writing.lease_id, writing.group)
         with pytest.raises(UnknownLease):
-            self.world.store.commit(writing.lease_id, writing.group)
+            self.world.store.writes.commit(writing.lease_id, writing.group)
 
     @precondition(lambda self: self.world.writings)
     @rule(which=WHICH)
     def abort(self, which: int) -> None:
         writing = self.writing(which)
         self.world.abort(writing.lease_id, writing.group)
-        self.world.store.abort(writing.lease_id, writing.group)
+        self.world.store.writes.abort(writing.lease_id, writing.group)
 
     @precondition(lambda self: self.world.writings)
     @rule(which=WHICH)
     def steal_a_write_lease(self, which: int) -> None:
         writing = self.writing(which)
         thief = next(group for group in GROUPS if group != writing.group)
-        self.world.store.abort(writing.lease_id, thief)
+        self.world.store.writes.abort(writing.lease_id, thief)
         with pytest.raises(UnknownLease):
-            self.world.store.commit(writing.lease_id, thief)
+            self.world.store.writes.commit(writing.lease_id, thief)
         with pytest.raises(LeaseState):
-            self.world.store.release(writing.lease_id, writing.group)
+            self.world.store.reads.release(writing.lease_id, writing.group)
 
     @precondition(lambda self: self.world.zombies)
     @rule(which=WHICH, how=st.sampled_from(("abort", "commit", "exit")))
     def a_late_writer_stops(self, which: int, how: str) -> None:
         zombie = self.world.zombies.pop(which % len(self.world.zombies))
         if how == "abort":
-            self.world.store.abort(zombie.lease_id, zombie.group)
+            self.world.store.writes.abort(zombie.lease_id, zombie.group)
         elif how == "commit":
             with pytest.raises(UnknownLease):
-                self.world.store.commit(zombie.lease_id, zombie.group)
+                self.world.store.writes.commit(zombie.lease_id, zombie.group)
 
     @rule(where=WHERE, tokens=TOKENS)
     def finish(self, where: int, tokens: list[int]) -> None:
@@ -217,7 +217,7 @@ class StoreMachine(RuleBasedStateMachine):
     def flush(self, where: int, tokens: list[int]) -> None:
         namespace = self.namespace(where)
         hashes = chain(namespace, tokens)
-        durable = self.world.store.flush(namespace, hashes, self.world.now_s)
+        durable = self.world.store.tiers.flush(namespace, hashes, self.world.now_s)
         self.world.take_jobs()
         for key, says in zip(hashes, durable, strict=True):
             if says:
@@ -226,12 +226,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(idle=st.booleans())
     def write_ahead(self, idle: bool) -> None:
-        self.world.store.write_ahead(self.world.now_s, idle=idle)
+        self.world.store.tiers.write_ahead(self.world.now_s, idle=idle)
         self.world.take_jobs()
 
     @rule(pages=st.integers(1, 12))
     def start_demotions(self, pages: int) -> None:
-        self.world.store.start_demotions(pages * 4096, self.world.now_s)
+        self.world.store.tiers.start_demotions(pages * 4096, self.world.now_s)
         self.world.take_jobs()
 
     @rule(where=WHERE, tokens=TOKENS, aborts=st.booleans(), hole=st.integers(1, 3))
@@ -278,7 +278,7 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             self.world.drop_blocks(namespace, hashes)
         self.world.put(namespace, hashes, who)
-        self.world.store.flush(namespace, hashes, self.world.now_s)
+        self.world.store.tiers.flush(namespace, hashes, self.world.now_s)
         self.world.take_jobs()
         while self.world.writer:
             self.world.finish_write()
@@ -290,7 +290,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.world.take_jobs()
 
     def assert_miss(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> None:
-        hit = self.world.store.lookup(namespace, hashes)
+        hit = self.world.store.reads.lookup(namespace, hashes)
         assert hit.host_blocks + hit.ssd_blocks < len(hashes)
 
     # Time and completions
@@ -328,12 +328,12 @@ class StoreMachine(RuleBasedStateMachine):
         if not really:
             return
         self.world.kill(who)
-        self.world.store.release_quarantine(self.world.alive())
+        self.world.store.writes.release_quarantine(self.world.alive())
         self.world.groups.add(who)
 
     @rule()
     def release_quarantine(self) -> None:
-        self.world.store.release_quarantine(self.world.alive())
+        self.world.store.writes.release_quarantine(self.world.alive())
 
     @rule(really=RARELY)
     def restart(self, really: bool) -> None:
@@ -356,7 +356,7 @@ class StoreMachine(RuleBasedStateMachine):
         world.now_s += 1_000.0
         world.expire()
         world.zombies.clear()
-        world.store.release_quarantine(set())
+        world.store.writes.release_quarantine(set())
         while world.store.reap():
             pass
         world.take_jobs()

@@ -26,7 +26,7 @@ from kvtier.index import Block, HostCopy, HostState, Namespace, SsdState
 from kvtier.jobs import DeleteJob, LoadJob, RememberJob, WriteJob
 from kvtier.leases import ReadLease
 from kvtier.policy.lru import Lru
-from kvtier.store import Reserved, StoreConfig, TieredStore
+from kvtier.store import StoreConfig, TieredStore
 from kvtier.tier.base import BlockMeta, NamespaceRow, StoredBlock, TierUsage
 from kvtier.types import (
     BlockHash,
@@ -37,6 +37,7 @@ from kvtier.types import (
     NamespaceSpec,
     Refusal,
 )
+from kvtier.writes import Reserved
 
 Content = npt.NDArray[np.uint8]
 Version = tuple[int, int]
@@ -202,7 +203,7 @@ class World:
         alive = self.alive()
         for record in self.control.open_writes():
             if (record.epoch, record.writer) in alive:
-                self.store.restore_quarantine(record)
+                self.store.writes.restore_quarantine(record)
             else:
                 self.control.clear_write(record.number)
         if on_ssd:
@@ -264,13 +265,13 @@ class World:
             self._scribble_on(job.copy.extent)
             if job.copy.current:
                 self.excused.add(job.hash)
-            self.store.loaded(job, 0, error)
+            self.store.reads.loaded(job, 0, error)
         else:
             assert stored is not None
             assert stored[1].size == job.size_bytes
             self.view(job.copy.extent)[: job.size_bytes] = stored[1]
             self.versions[job.copy] = stored[2]
-            self.store.loaded(job, job.size_bytes, None)
+            self.store.reads.loaded(job, job.size_bytes, None)
         self.take_jobs()
 
     def finish_write(self, error: TierError | None = None) -> None:
@@ -285,11 +286,11 @@ class World:
             self.medium.rows[job.row.digest] = job.row
         elif isinstance(job, DeleteJob):
             self.medium.delete(job.hash)
-            self.store.ssd_committed(self.medium.usage())
-            self.store.deleted(job)
+            self.store.tiers.ssd_committed(self.medium.usage())
+            self.store.tiers.deleted(job)
         elif error is not None:
             self.disk_failed = True
-            self.store.written(job, self.now_s, stored_bytes=0, loss=Loss.EXACT, error=error)
+            self.store.tiers.written(job, self.now_s, stored_bytes=0, loss=Loss.EXACT, error=error)
         else:
             data = self.view(job.copy.extent)[: job.size_bytes].copy()
             version = self.versions[job.copy]
@@ -297,8 +298,10 @@ class World:
             assert np.array_equal(data, right), "a write job's bytes changed under it"
             loss = job.allowed_loss
             self.medium.put(job.meta, data, version, loss)
-            self.store.ssd_committed(self.medium.usage())
-            self.store.written(job, self.now_s, stored_bytes=job.size_bytes, loss=loss, error=None)
+            self.store.tiers.ssd_committed(self.medium.usage())
+            self.store.tiers.written(
+                job, self.now_s, stored_bytes=job.size_bytes, loss=loss, error=None
+            )
         self.take_jobs()
 
     def settle(self) -> None:
@@ -326,8 +329,8 @@ class World:
         allowed_loss: Loss = Loss.EXACT,
     ) -> tuple[ReadLease | None, Refusal]:
         """Acquire; remembers what the bytes must be."""
-        before = self.store.lookup(namespace, hashes, allowed_loss)
-        lease, refusal = self.store.acquire(
+        before = self.store.reads.lookup(namespace, hashes, allowed_loss)
+        lease, refusal = self.store.reads.acquire(
             namespace,
             hashes,
             group=group,
@@ -364,7 +367,7 @@ class World:
             block = namespace.blocks.get(key)
             if block is not None and block.held and not block.hit(allowed_loss):
                 self.excused.add(key)  # Being written, or has lost too much and gives way.
-        reserved = self.store.reserve(
+        reserved = self.store.writes.reserve(
             namespace,
             parent,
             hashes,
@@ -390,7 +393,7 @@ class World:
         for copy, version in zip(writing.copies, writing.versions, strict=True):
             size_bytes = copy.block.namespace.size_bytes
             self.view(copy.extent)[:size_bytes] = content(copy.block.hash, version, size_bytes)
-        visible = self.store.commit(lease_id, group)
+        visible = self.store.writes.commit(lease_id, group)
         del self.writings[lease_id]
         for copy, version in zip(writing.copies, writing.versions, strict=True):
             self.versions[copy] = version
@@ -404,7 +407,7 @@ class World:
     def abort(self, lease_id: int, group: GroupId) -> None:
         """Stop writing, then Abort."""
         self._gone(self.writings.pop(lease_id))
-        self.store.abort(lease_id, group)
+        self.store.writes.abort(lease_id, group)
 
     def put(
         self,
@@ -433,7 +436,7 @@ class World:
             parent = hashes[hit - 1] if hit else None
             reserved = self.put(namespace, hashes[hit:], group, parent=parent)
         if lease is not None:
-            self.store.release(lease.id, group)
+            self.store.reads.release(lease.id, group)
         known = hit + reserved.covered_blocks
         if known:
             self.store.finish(namespace, hashes[known - 1])
@@ -464,7 +467,7 @@ class World:
     def expire(self) -> None:
         """The daemon looks at its clock; writers past their deadline don't notice."""
         self.store.expire(self.now_s)
-        live = {lease.id for lease in self.store._leases}
+        live = {lease.id for lease in self.store.leases}
         self._become_zombies(lambda writing: writing.lease_id not in live)
 
     def end_group(self, group: GroupId) -> None:
@@ -524,7 +527,8 @@ class World:
         self._check_bounds()
         self._check_medium()
         self._check_ancestors()
-        self.disk_failed = self.store.ssd is not None and not self.store.ssd.healthy
+        ssd = self.store.tiers.ssd
+        self.disk_failed = ssd is not None and not ssd.healthy
 
     def _check_readers(self) -> None:
         valid: list[Grant] = []
@@ -547,15 +551,16 @@ class World:
         self.grants = valid
 
     def _check_bounds(self) -> None:
-        store, extents = self.store, self.store.host.extents
+        host, ssd = self.store.tiers.host, self.store.tiers.ssd
+        extents = host.extents
         assert 0 <= extents.used_bytes <= self.config.host_bytes
-        assert 0 <= store.host.pinned_bytes <= extents.used_bytes
-        assert 0 <= store.quarantined_bytes <= extents.used_bytes
-        counters = store.counters
+        assert 0 <= host.pinned_bytes <= extents.used_bytes
+        assert 0 <= host.quarantined_bytes <= extents.used_bytes
+        counters = self.store.counters
         hits = counters.host_hit_blocks + counters.ssd_hit_blocks
         assert counters.requested_blocks == hits + counters.missed_blocks
-        if store.ssd is not None:
-            assert 0 <= store.ssd.queued_bytes <= self.config.write_queue_bytes
+        if ssd is not None:
+            assert 0 <= ssd.queued_bytes <= self.config.write_queue_bytes
 
     def _check_medium(self) -> None:
         """Blocks that the store calls stored are on the medium, in their current version."""
@@ -583,8 +588,8 @@ class World:
         """Once every lease and job is over, nothing is pinned and nothing waits."""
         assert not self.loads
         assert not self.writer
-        assert self.store.host.pinned_bytes == 0
-        assert self.store.quarantined_bytes == 0
+        assert self.store.tiers.host.pinned_bytes == 0
+        assert self.store.tiers.host.quarantined_bytes == 0
         assert self.store.lease_counts() == (0, 0, 0)
         assert self.control.open_writes() == []
         copies = [
@@ -596,4 +601,4 @@ class World:
         assert all(copy.state is HostState.READY for copy in copies)
         if not self.store.index.has_retired:
             used = sum(copy.extent.size_bytes for copy in copies)
-            assert used == self.store.host.extents.used_bytes, "extents leaked"
+            assert used == self.store.tiers.host.extents.used_bytes, "extents leaked"

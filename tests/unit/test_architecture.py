@@ -16,7 +16,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BASE = "types errors"
-CORE = "hashing extents arena index leases jobs residency metrics sizes addresses process"
+CORE = (
+    "hashing extents arena index leases jobs residency tiers reads writes metrics sizes addresses"
+    " process"
+)
 
 MAY_IMPORT = [
     # module (the first line that fits counts), what of ours it may import
@@ -45,6 +48,9 @@ MAY_IMPORT = [
     ("leases", f"{BASE} extents index"),
     ("jobs", f"{BASE} index tier.base"),
     ("residency", f"{BASE} extents index jobs metrics policy.base tier.base"),
+    ("tiers", f"{BASE} index jobs metrics residency tier.base"),
+    ("reads", f"{BASE} extents arena index jobs leases metrics tiers"),
+    ("writes", f"{BASE} extents arena index leases metrics tiers"),
     ("store", f"{BASE} {CORE} policy.base tier.base"),
     ("mover", f"{BASE} {CORE} store tier.base tier.host"),
     ("daemon*", f"{BASE} {CORE} config codec policy.* tier.* store mover v1* daemon*"),
@@ -74,7 +80,9 @@ HOME_OF = {
     "hypothesis": "",
 }
 
-STANDARD_LIBRARY_ONLY = "types errors extents metrics index leases jobs residency store policy.*"
+STANDARD_LIBRARY_ONLY = (
+    "types errors extents metrics index leases jobs residency tiers reads writes store policy.*"
+)
 
 
 def short(module: str) -> str:

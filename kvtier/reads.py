@@ -1,0 +1,317 @@
+"""Reads decides what a reader gets: hits, read leases, loads from the SSD, pins.
+
+    lookup           the longest cached prefix, no side effect
+    acquire          -> pin what is in RAM, reserve extents for what is only on the SSD, LoadJobs
+    loaded           <- the mover: the lease's ready count moves on, in the control page
+    release          -> the slot's generation moves on, then the extents may be reused
+    pin, unpin       the same without a session
+
+Reading never waits: what has no room is not granted. No I/O, one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from kvtier.arena import LEASE_SLOTS, ControlPage
+from kvtier.errors import LeaseState, TierError, UnknownLease
+from kvtier.extents import Extent, aligned
+from kvtier.index import Block, HostCopy, HostState, Namespace, SsdState
+from kvtier.jobs import LoadJob
+from kvtier.leases import LeaseTable, Pin, ReadLease
+from kvtier.metrics import Counters
+from kvtier.tiers import Tiers
+from kvtier.types import BlockHash, GroupId, Loss, Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A cached prefix by the fastest tier of each block."""
+
+    host_blocks: int
+    ssd_blocks: int
+
+
+class Reads:
+    """Read leases and pins, and the loads that they wait for."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        leases: LeaseTable,
+        control: ControlPage,
+        counters: Counters,
+        pin_limit_bytes: int,
+    ) -> None:
+        """Start without leases.
+
+        Args:
+            tiers: Where the blocks are.
+            leases: All leases; those of writers are none of ours.
+            control: Where clients see how far a lease is; all its lease slots are ours.
+            counters: What to count in.
+            pin_limit_bytes: Most that pins may keep in RAM.
+        """
+        self._tiers = tiers
+        self._leases = leases
+        self._control = control
+        self._counters = counters
+        self._pin_limit_bytes = pin_limit_bytes
+        self._slots = list(range(LEASE_SLOTS - 1, -1, -1))
+        self._pins: dict[bytes, Pin] = {}
+        self._loading: dict[HostCopy, list[ReadLease]] = {}
+        self._loads: list[LoadJob] = []
+
+    # Hits and grants
+
+    def lookup(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], allowed_loss: Loss = Loss.EXACT
+    ) -> Prefix:
+        """The longest cached prefix; no side effect."""
+        prefix = self._hits(namespace, hashes, allowed_loss)
+        on_host = sum(block.host is not None for block in prefix)
+        return Prefix(on_host, len(prefix) - on_host)
+
+    def acquire(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        group: GroupId,
+        now_s: float,
+        ttl_s: float = 0.0,
+        request_id: bytes = b"",
+        allowed_loss: Loss = Loss.EXACT,
+    ) -> tuple[ReadLease | None, Refusal]:
+        """Lease the longest cached prefix, shortened to what has room; touch it; load the rest.
+
+        Raises:
+            LeaseState: the request id has a live lease on other hashes.
+        """
+        if (lease := self._leases.by_request(group, request_id)) is not None:
+            granted = [copy.block.hash for copy in lease.copies]
+            if granted != list(hashes[: len(granted)]):
+                raise LeaseState(f"request {request_id.hex()} has a lease on other blocks")
+            return lease, Refusal.NONE
+        prefix = self._hits(namespace, hashes, allowed_loss)
+        refusal = Refusal.NONE if self._slots else Refusal.LEASES
+        copies, on_ssd = self._grant(prefix, now_s) if self._slots else ([], 0)
+        if len(copies) < len(prefix) and refusal is Refusal.NONE:
+            refusal = Refusal.FULL
+        self._count_acquire(namespace, len(hashes), len(copies), on_ssd)
+        if not copies:
+            return None, refusal
+        slot = self._slots.pop()
+        lease = ReadLease(
+            id=self._leases.new_id(),
+            group=group,
+            deadline_s=self._leases.deadline_s(now_s, ttl_s),
+            copies=copies,
+            slot=slot,
+            generation=self._control.generation(slot) + 1,
+            request_id=request_id,
+            usable=len(copies),
+            ssd_blocks=on_ssd,
+        )
+        self._leases.add(lease)
+        if on_ssd or self._loading:
+            for copy in copies:
+                if copy.state is HostState.LOADING:
+                    self._loading[copy].append(lease)
+        self._advance(lease)
+        return lease, refusal
+
+    def _hits(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], allowed_loss: Loss
+    ) -> list[Block]:
+        """The longest cached prefix. It ends where the hashes are no chain from a first block on:
+        leases keep whole prefixes, and each block once."""
+        prefix: list[Block] = []
+        behind: Block | None = None
+        find = namespace.blocks.get
+        for key in hashes:
+            block = find(key)
+            if block is None or block.parent is not behind or not block.hit(allowed_loss):
+                break
+            prefix.append(block)
+            behind = block
+        return prefix
+
+    def _grant(self, prefix: list[Block], now_s: float) -> tuple[list[HostCopy], int]:
+        """Pin a prefix, reserving extents for what is on the SSD only, as far as there is room."""
+        host = self._tiers.host
+        self._tiers.touch(prefix)
+        resident = [block.host for block in prefix if block.host is not None]
+        host.pin_all(resident)
+        if len(resident) == len(prefix):
+            return resident, 0
+        copies: list[HostCopy] = []
+        on_ssd = 0
+        with closing(self._tiers.evictions(now_s)) as evictions:
+            for block in prefix:
+                known = block.host
+                if known is None:
+                    extent = host.allocate(block.namespace.size_bytes, evictions)
+                    if extent is None:
+                        break
+                    if block.ssd is not SsdState.STORED:
+                        host.extents.free(extent)
+                        break  # Making room, for it or for those before, cost it its only copy.
+                    known = self._load(block, extent)
+                    on_ssd += 1
+                copies.append(known)
+        granted = set(copies)
+        host.unpin_all(copy for copy in resident if copy not in granted)
+        return copies, on_ssd
+
+    def _count_acquire(
+        self, namespace: Namespace, requested: int, granted: int, on_ssd: int
+    ) -> None:
+        counters, tokens = self._counters, namespace.spec.block_tokens
+        counters.acquires += 1
+        counters.requested_blocks += requested
+        counters.requested_tokens += requested * tokens
+        counters.host_hit_blocks += granted - on_ssd
+        counters.host_hit_tokens += (granted - on_ssd) * tokens
+        counters.ssd_hit_blocks += on_ssd
+        counters.ssd_hit_tokens += on_ssd * tokens
+        counters.missed_blocks += requested - granted
+        counters.missed_tokens += (requested - granted) * tokens
+
+    # Loads
+
+    def _load(self, block: Block, extent: Extent) -> HostCopy:
+        copy = block.host = HostCopy(block, extent, HostState.LOADING, block.ssd_loss)
+        self._tiers.host.pin(copy)  # The job's, until loaded(): a pread can't be called back.
+        self._tiers.host.pin(copy)  # The lease's.
+        self._loading[copy] = []
+        self._loads.append(LoadJob(copy, block.hash, block.namespace.size_bytes))
+        return copy
+
+    def take_jobs(self) -> list[LoadJob]:
+        """What is to be read from the SSD now, in order."""
+        loads, self._loads = self._loads, []
+        return loads
+
+    def loaded(self, job: LoadJob, stored_bytes: int, error: TierError | None) -> None:
+        """A load job is over. After an error the block is gone from the SSD: a miss.
+
+        The load of a block that was dropped meanwhile fails, too: the medium may have had another
+        block of this hash by then.
+        """
+        copy, block = job.copy, job.copy.block
+        waiting = self._loading.pop(copy)
+        valid = error is None and copy.current and block.listed
+        if valid:
+            self._tiers.host.make_ready(copy)
+            self._counters.ssd_read_blocks += 1
+            self._counters.ssd_read_bytes += stored_bytes
+        else:
+            reason = "Dropped" if error is None else type(error).__name__
+            failed = self._counters.load_failed_blocks
+            failed[reason] = failed.get(reason, 0) + 1
+            if copy.current:
+                self._tiers.drop(block)
+        self._tiers.host.unpin(copy)
+        for lease in waiting:
+            if self._leases.find(lease.id, lease.group) is lease:
+                if not valid:
+                    lease.usable = min(lease.usable, lease.copies.index(copy))
+                self._advance(lease)
+
+    def _advance(self, lease: ReadLease) -> None:
+        """Count the leading ready copies and show them."""
+        copies, ready, usable = lease.copies, lease.ready, lease.usable
+        while ready < usable and copies[ready].state is HostState.READY:
+            ready += 1
+        lease.ready = ready
+        self._control.publish(
+            lease.slot, generation=lease.generation, ready_blocks=ready, usable_blocks=usable
+        )
+
+    # Live leases and their end
+
+    def lease(self, lease_id: int, group: GroupId) -> ReadLease:
+        """The live read lease of this id.
+
+        Raises:
+            UnknownLease: it is over, or another group's.
+            LeaseState: it is a write lease.
+        """
+        lease = self._leases.find(lease_id, group)
+        if lease is None:
+            raise UnknownLease(f"no live lease {lease_id} of this owner group")
+        if not isinstance(lease, ReadLease):
+            raise LeaseState(f"lease {lease_id} is a write lease")
+        return lease
+
+    def release(self, lease_id: int, group: GroupId) -> None:
+        """End a read lease; harmless if it is over.
+
+        Raises:
+            LeaseState: it is a write lease.
+        """
+        lease = self._leases.find(lease_id, group)
+        if lease is None:
+            return
+        if not isinstance(lease, ReadLease):
+            raise LeaseState(f"lease {lease_id} is a write lease: commit or abort it")
+        self.end(lease)
+
+    def end(self, lease: ReadLease) -> None:
+        """End a live lease, whether its owner wants that or not."""
+        self._leases.remove(lease)
+        # Before any extent can be reused: a copy that is still running fails its check.
+        self._control.publish(
+            lease.slot, generation=lease.generation + 1, ready_blocks=0, usable_blocks=0
+        )
+        self._slots.append(lease.slot)
+        self._tiers.host.unpin_all(lease.copies)
+
+    # Pins
+
+    def pin(
+        self,
+        namespace: Namespace,
+        hashes: Sequence[BlockHash],
+        *,
+        pin_id: bytes,
+        now_s: float,
+        ttl_s: float,
+    ) -> int:
+        """Keep the longest cached prefix in RAM for ttl_s, up to the limit on pins; its length."""
+        pinned_bytes = sum(
+            copy.extent.size_bytes for pin in self._pins.values() for copy in pin.copies
+        )
+        room = max(0, self._pin_limit_bytes - pinned_bytes) // aligned(namespace.size_bytes)
+        copies, _ = self._grant(self._hits(namespace, hashes, Loss.EXACT)[:room], now_s)
+        if copies:
+            self._pins[pin_id] = Pin(pin_id, now_s + ttl_s, copies)
+        return len(copies)
+
+    def unpin(self, pin_id: bytes) -> None:
+        """End a pin; harmless if it is over."""
+        pin = self._pins.pop(pin_id, None)
+        if pin is not None:
+            self._tiers.host.unpin_all(pin.copies)
+
+    def expire_pins(self, now_s: float) -> None:
+        """End the pins that are past their deadline."""
+        for pin in [pin for pin in self._pins.values() if pin.deadline_s <= now_s]:
+            self.unpin(pin.id)
+
+    @property
+    def pins(self) -> int:
+        """Live pins."""
+        return len(self._pins)
+
+    def kept(self) -> set[HostCopy]:
+        """Copies that pins and loads keep, beside those of leases. For tests: O(blocks)."""
+        return {copy for pin in self._pins.values() for copy in pin.copies} | set(self._loading)
+
+    def check_integrity(self) -> None:
+        """Assert what must hold between any two calls of the store."""
+        live, _ = self._leases.counts()
+        assert live + len(self._slots) == LEASE_SLOTS, "lease slots do not add up"

@@ -1,0 +1,208 @@
+"""Both tiers together: how recent a block is, and how it leaves.
+
+Speaks of blocks, never of leases: reads.py and writes.py lease, store.py drops. No I/O, one thread.
+
+    touch, stamp_behind    recency: one number of the block, the same for all tiers
+    evictions              out of RAM, coldest first, through the SSD's queue
+    start_demotions, write_ahead, flush
+                           to the SSD before that: soon in the way, idle, asked for
+    drop                   out of all tiers
+    written, deleted, ssd_committed
+                           <- the mover
+
+A block leaves a tier coldest first, never while pinned, and never as the last copy while blocks
+that continue it are held: no held block loses its ancestors. Only a failing SSD is no reason to
+keep one, or the chains that it holds the tails of would fill RAM for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import closing
+
+from kvtier.errors import TierError
+from kvtier.index import STAMP_STRIDE, Block, BlockIndex, HostState, Namespace, SsdState
+from kvtier.jobs import DeleteJob, Job, WriteJob
+from kvtier.metrics import Counters
+from kvtier.residency import HostResidency, SsdResidency
+from kvtier.tier.base import TierUsage
+from kvtier.types import BlockHash, Loss
+
+
+class Tiers:
+    """Where all blocks are, how recent they are, and how they leave.
+
+    Attributes:
+        host: Blocks in RAM.
+        ssd: Blocks on the SSD and on their way there; None without an SSD tier.
+    """
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        host: HostResidency,
+        ssd: SsdResidency | None,
+        counters: Counters,
+    ) -> None:
+        self.host = host
+        self.ssd = ssd
+        self._index = index
+        self._counters = counters
+        self._tick = 0
+
+    # Recency
+
+    def touch(self, chain: Sequence[Block]) -> None:
+        """Make a chain the most recent, in every tier, its head last to leave."""
+        self._tick += 1
+        newest = (self._tick + 1) * STAMP_STRIDE - 1
+        for block in chain:
+            block.stamp = newest - block.depth
+        self.host.touch(
+            [b for b in chain if b.host is not None and b.host.state is HostState.READY]
+        )
+        if self.ssd is not None:
+            self.ssd.touch([b for b in chain if b.ssd is SsdState.STORED])
+
+    def stamp_behind(self, parent: Block | None) -> int:
+        """Stamp of a new block: just before its parent leaves."""
+        if parent is not None:
+            return parent.stamp - 1
+        self._tick += 1
+        return (self._tick + 1) * STAMP_STRIDE - 1
+
+    # Out of RAM
+
+    def evictions(self, now_s: float) -> Generator[None, None, None]:
+        """Evict the coldest block that may leave RAM, at each step. Close it before any other call.
+
+        An unwritten block goes to the SSD's queue first; if that is full its demotion is shed.
+        """
+        host = self.host
+        if host.extents.used_bytes == host.pinned_bytes + host.quarantined_bytes:
+            return  # Without a look at every block: the answer is due at once.
+        with closing(host.coldest()) as order:
+            for block in order:
+                copy = block.host
+                assert copy is not None
+                if copy.pins:
+                    continue
+                if block.ssd is not SsdState.STORED:
+                    if self.ssd is not None:
+                        if self.ssd.demote(block, now_s):
+                            continue  # Leaves once it is written.
+                        if not (block.children and self.ssd.healthy):
+                            self._counters.demotions_shed_blocks += 1
+                            self.ssd.mark_clean(block)
+                    if block.children and (self.ssd is None or self.ssd.healthy):
+                        continue
+                host.evict(block)
+                yield
+
+    # To the SSD
+
+    def start_demotions(self, size_bytes: int, now_s: float) -> bool:
+        """Queue writes of the coldest unwritten blocks in the way of size_bytes.
+
+        Returns:
+            True if waiting for the queue lets evictions() take them without losing any.
+        """
+        if self.ssd is None:
+            return False
+        missing = size_bytes - self.host.extents.free_bytes
+        pending = False
+        if missing > 0:
+            with closing(self.host.coldest()) as order:
+                for block in order:
+                    copy = block.host
+                    assert copy is not None
+                    if block.ssd is SsdState.ABSENT:
+                        if copy.pins or not self.ssd.demote(block, now_s):
+                            continue
+                        pending = True
+                    elif block.ssd is SsdState.WRITING:
+                        pending = True
+                    elif copy.pins:
+                        continue
+                    missing -= copy.extent.size_bytes
+                    if missing <= 0:
+                        break
+        return pending
+
+    def write_ahead(self, now_s: float, *, idle: bool) -> None:
+        """Queue writes of unwritten blocks, oldest first, if idle or if they fill half the RAM."""
+        if self.ssd is None or not self.ssd.dirty:
+            return
+        bearable_bytes = self.host.extents.capacity_bytes // 2
+        urgent = self.ssd.dirty_bytes > bearable_bytes
+        while self.ssd.dirty and (idle or self.ssd.dirty_bytes > bearable_bytes):
+            block = next(iter(self.ssd.dirty))
+            if not block.listed:
+                self.ssd.mark_clean(block)
+            elif not self.ssd.demote(block, now_s, urgent=urgent):
+                return
+
+    def flush(self, namespace: Namespace, hashes: Sequence[BlockHash], now_s: float) -> list[bool]:
+        """Which blocks are on the SSD now; queues writes of those that are in RAM only."""
+        durable: list[bool] = []
+        for key in hashes:
+            block = namespace.blocks.get(key)
+            durable.append(block is not None and block.ssd is SsdState.STORED)
+            if self.ssd is None or block is None or block.ssd is not SsdState.ABSENT:
+                continue
+            if block.host is not None and block.host.state is HostState.READY:
+                self.ssd.demote(block, now_s)
+        return durable
+
+    # Out of all tiers
+
+    def drop(self, block: Block) -> None:
+        """A block leaves everything, its place in the chain too if nothing is behind it."""
+        self.drop_copies(block)
+        self._index.prune(block)
+
+    def drop_copies(self, block: Block) -> None:
+        """A block leaves every tier and keeps its place in the chain, for a new copy."""
+        self.host.detach(block)
+        if self.ssd is not None:
+            self.ssd.drop(block)
+
+    # The SSD's jobs and their completions
+
+    def take_jobs(self) -> list[Job]:
+        """What the SSD's writer is to do now, in order."""
+        return [] if self.ssd is None else self.ssd.take_jobs()
+
+    def written(
+        self,
+        job: WriteJob,
+        now_s: float,
+        *,
+        stored_bytes: int,
+        loss: Loss,
+        error: TierError | None,
+    ) -> None:
+        """A write job is over."""
+        assert self.ssd is not None
+        self.ssd.written(job, now_s, stored_bytes, loss, error is not None)
+        self.host.unpin(job.copy)
+        self._index.prune(job.copy.block)
+
+    def deleted(self, job: DeleteJob) -> None:
+        """A delete job is over."""
+        assert self.ssd is not None
+        self.ssd.deleted(job)
+
+    def ssd_committed(self, usage: TierUsage) -> None:
+        """The SSD tier's accounting after a batch."""
+        assert self.ssd is not None
+        self.ssd.usage = usage
+
+    # Restart
+
+    def restore(self, block: Block, stored_bytes: int, loss: Loss) -> None:
+        """Take over a block that a former daemon stored; what is touched from now on is newer."""
+        assert self.ssd is not None
+        block.allowed_loss = loss
+        self.ssd.restore(block, stored_bytes, loss)
+        self._tick = max(self._tick, block.stamp // STAMP_STRIDE)
