@@ -305,7 +305,7 @@ async def _start_grpc(
     try:
         port = server.add_insecure_port(address.target)
     except RuntimeError as error:
-        raise AddressInUse(f"can't listen on {address}: {error}") from error
+        raise AddressInUse(f"can't listen on {address}: is it in use, or not ours?") from error
     finally:
         os.umask(umask)
     if not port:

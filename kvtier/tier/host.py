@@ -74,6 +74,8 @@ class HostArena:
                 self._reserve()
             self._mapping = ArenaMapping(self.path)
         except BaseException:
+            if not self.path.exists():
+                self._remove_files()
             os.close(self._owner_lock)
             raise
         self.control: ControlPage = self._mapping.control
@@ -94,14 +96,17 @@ class HostArena:
         if self._owner_lock < 0:
             return
         self.control.epoch = NO_EPOCH
-        # File by file: whatever else an operator keeps there is none of our business.
+        self._remove_files()
+        os.close(self._owner_lock)
+        self._owner_lock = -1
+
+    def _remove_files(self) -> None:
+        """File by file: whatever else an operator keeps there is none of our business."""
         self.path.unlink(missing_ok=True)
         shutil.rmtree(self.lock_dir, ignore_errors=True)
         (self._directory / OWNER_LOCK).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self._directory.rmdir()
-        os.close(self._owner_lock)
-        self._owner_lock = -1
 
     def _can_take_over(self) -> bool:
         """True if a usable file of our size is there. A file nobody can be using is removed."""
