@@ -142,8 +142,7 @@ class Client:
     def attach_in_child(self) -> None:
         """After a fork: give this process a session of its own. Until then every call misses.
 
-        It stays so where gRPC was imported before this package and without support for forks:
-        start such a process with GRPC_ENABLE_FORK_SUPPORT=1.
+        It stays so where gRPC has no support for forks (fork.py): import this package before gRPC.
         """
         if self._forked and fork.supported():
             self._start()
@@ -462,9 +461,14 @@ class Client:
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
+def _before_fork() -> None:
+    if any(client.attached for client in list(_clients)):
+        fork.warn_if_unsupported()
+
+
 def _after_fork_in_child() -> None:
     for client in list(_clients):
         client.forget_in_child()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
