@@ -6,8 +6,8 @@ the environment says otherwise, and `gate` keeps our own threads out of gRPC whi
 those inside are waited for, the others wait until it is done. A fork of an attached process then
 takes about a second, gRPC's own quiescing.
 
-A process that imported gRPC first has half of it (1.80: its C library, but not its Python part), and
-with an open channel about one child in four crashes, with or without kvtier. All we can do is warn.
+A process that imported gRPC first has half of it (1.80: the C library's, not the Python part's),
+and with an open channel one child in four crashed, without kvtier, too. All we can do is warn.
 """
 
 from __future__ import annotations
