@@ -179,7 +179,10 @@ class Mover:
         committing: asyncio.Task[None] | None = None
         try:
             while True:
-                if not self._writes:
+                while not self._writes:
+                    if committing is not None and committing.done():
+                        await committing  # After a bug it raises, and not only with the next batch.
+                        committing = None
                     self._work.clear()
                     await self._work.wait()
                 await self._let_loads_pass()
@@ -193,6 +196,7 @@ class Mover:
                         await committing
                 finally:
                     committing = asyncio.create_task(self._commit(batch, failure))
+                    committing.add_done_callback(lambda _: self._work.set())
         except asyncio.CancelledError:
             if committing is not None:
                 committing.cancel()  # It may be trying again and again, on a medium that failed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -67,6 +68,7 @@ def _nothing_leaks() -> Iterator[None]:
     threads, descriptors, arenas = threading.active_count(), _descriptors(), _orphaned_arenas()
     children = _children()
     yield
+    gc.collect()  # Tracebacks of errors that were expected keep what they saw.
     eventually(lambda: threading.active_count() <= threads, f"threads end: {threading.enumerate()}")
     eventually(
         lambda: len(_descriptors()) <= len(descriptors),
