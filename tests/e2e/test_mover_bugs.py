@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+import structlog
 
 from kvtier.codec import codec_by_name
 from kvtier.codec.base import Bytes
+from kvtier.daemon.logs import configure_logs
 from kvtier.daemon.supervise import Supervisor
 from kvtier.errors import TierUnavailable
 from kvtier.hashing import namespace_digest
@@ -97,6 +99,13 @@ class World:
         """Queue the writing of all that is unwritten."""
         self.store.tiers.write_ahead(time.monotonic() + later_s, idle=True)
         self.mover.pump()
+
+
+@pytest.fixture(autouse=True)
+def _logs() -> Iterator[None]:
+    configure_logs("info", "console")  # As the daemon does.
+    yield
+    structlog.reset_defaults()
 
 
 @asynccontextmanager
