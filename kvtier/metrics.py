@@ -30,6 +30,7 @@ class Counters:
     ssd_evicted_blocks: int = 0
     ssd_evicted_bytes: int = 0
     demotions_shed_blocks: int = 0
+    skipped_by_admission_blocks: int = 0
     ssd_read_blocks: int = 0
     ssd_read_bytes: int = 0
     ssd_read_seconds: float = 0.0

@@ -143,6 +143,8 @@ class Reads:
         """Pin a prefix, reserving extents for what is on the SSD only, as far as there is room."""
         host = self._tiers.host
         self._tiers.touch(prefix)
+        if self._tiers.ssd is not None:
+            self._tiers.ssd.used(prefix)
         resident = [block.host for block in prefix if block.host is not None]
         host.pin_all(resident)
         if len(resident) == len(prefix):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 
+from kvtier.admission import Admission, When
 from kvtier.extents import Extent, ExtentAllocator
 from kvtier.index import Block, BlockIndex, HostCopy, HostState, SsdState
 from kvtier.jobs import DeleteJob, Job, RememberJob, WriteJob
@@ -161,9 +162,11 @@ class SsdResidency:
         usage: TierUsage,
         queue_bytes: int,
         counters: Counters,
+        admission: Admission,
     ) -> None:
         """`queue_bytes` bounds the blocks on their way to the SSD."""
         self.usage = usage
+        self._admission = admission
         self.healthy = True
         self.queued_bytes = 0
         self.dirty: dict[Block, None] = {}
@@ -191,6 +194,28 @@ class SsdResidency:
         """Take over a block that a former daemon stored."""
         block.ssd, block.ssd_bytes, block.ssd_loss = SsdState.STORED, stored_bytes, loss
         self._policy.insert(block, block.stamp)
+
+    def stored(self, block: Block, now_s: float) -> None:
+        """A block has become READY: write it when the policy says."""
+        when = self._admission.stored(block.hash)
+        if when is When.LATER or (when is When.NOW and not self.demote(block, now_s)):
+            self.mark_dirty(block)
+
+    def used(self, blocks: Iterable[Block]) -> None:
+        """Blocks were acquired: for some policies that makes unwritten ones worth a write."""
+        if self._admission.use_marks:
+            for block in blocks:
+                if block.ssd is SsdState.ABSENT:
+                    self.mark_dirty(block)
+
+    def admits(self, block: Block) -> bool:
+        """Whether a block that leaves RAM unwritten is worth a write."""
+        return self._admission.admits(marked=block in self.dirty)
+
+    def skipped(self, block: Block) -> None:
+        """A block that admits() refused leaves RAM."""
+        self._admission.skipped(block.hash)
+        self._counters.skipped_by_admission_blocks += 1
 
     def mark_dirty(self, block: Block) -> None:
         """A block is in RAM only; write it when there is time."""

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from kvtier.admission import Admission
 from kvtier.arena import ControlPage
 from kvtier.errors import CapacityError, NamespaceMismatch
 from kvtier.index import Block, BlockIndex, HostState, Namespace, SsdState
@@ -32,7 +33,7 @@ from kvtier.reads import Reads
 from kvtier.residency import HostResidency, SsdResidency
 from kvtier.tier.base import NamespaceRow, StoredBlock, TierUsage
 from kvtier.tiers import Tiers
-from kvtier.types import BlockHash, GroupId, NamespaceDigest, NamespaceSpec
+from kvtier.types import BlockHash, GroupId, NamespaceDigest, NamespaceSpec, WritePolicy
 from kvtier.writes import Writes
 
 REAP_BATCH_BLOCKS = 1024
@@ -49,6 +50,7 @@ class StoreConfig:
         lease_ttl_max_s: Longest life of a lease.
         pin_limit_bytes: Most that pins may keep in RAM.
         write_queue_bytes: Most that may be on its way to the SSD; beyond it, demotions are shed.
+        write_policy: Which blocks go to the SSD, and when.
         max_namespaces: Most namespaces open at once.
     """
 
@@ -57,6 +59,7 @@ class StoreConfig:
     lease_ttl_max_s: float = 120.0
     pin_limit_bytes: int = 0
     write_queue_bytes: int = 256 << 20
+    write_policy: WritePolicy = WritePolicy.LAZY
     max_namespaces: int = 1024
 
 
@@ -99,7 +102,13 @@ class TieredStore:
         if ssd_policy is not None:
             assert ssd_usage is not None
             ssd = SsdResidency(
-                self.index, host, ssd_policy, ssd_usage, config.write_queue_bytes, self.counters
+                self.index,
+                host,
+                ssd_policy,
+                ssd_usage,
+                config.write_queue_bytes,
+                self.counters,
+                Admission(config.write_policy),
             )
         self.tiers = Tiers(self.index, host, ssd, self.counters)
         self.leases = LeaseTable(

@@ -87,17 +87,26 @@ class Tiers:
                 assert copy is not None
                 if copy.pins:
                     continue
-                if block.ssd is not SsdState.STORED:
-                    if self.ssd is not None:
-                        if self.ssd.demote(block, now_s):
-                            continue  # Leaves once it is written.
-                        if not (block.children and self.ssd.healthy):
-                            self._counters.demotions_shed_blocks += 1
-                            self.ssd.mark_clean(block)
-                    if block.children and (self.ssd is None or self.ssd.healthy):
-                        continue
+                if block.ssd is not SsdState.STORED and not self._may_go_unwritten(block, now_s):
+                    continue
                 host.evict(block)
                 yield
+
+    def _may_go_unwritten(self, block: Block, now_s: float) -> bool:
+        """Whether an unwritten block leaves RAM now; if it is worth it, it is queued instead."""
+        ssd = self.ssd
+        admitted = ssd is not None and ssd.admits(block)
+        if ssd is not None and admitted and ssd.demote(block, now_s):
+            return False  # Leaves once it is written.
+        if block.children and (ssd is None or ssd.healthy):
+            return False
+        if ssd is not None:
+            ssd.mark_clean(block)
+            if admitted:
+                self._counters.demotions_shed_blocks += 1
+            else:
+                ssd.skipped(block)
+        return True
 
     # To the SSD
 
@@ -117,9 +126,12 @@ class Tiers:
                     copy = block.host
                     assert copy is not None
                     if block.ssd is SsdState.ABSENT:
-                        if copy.pins or not self.ssd.demote(block, now_s):
+                        if copy.pins:
                             continue
-                        pending = True
+                        if self.ssd.admits(block):
+                            if not self.ssd.demote(block, now_s):
+                                continue
+                            pending = True
                     elif block.ssd is SsdState.WRITING:
                         pending = True
                     elif copy.pins:

@@ -55,6 +55,21 @@ class Loss(enum.IntEnum):
     BOUNDED = 1
 
 
+class WritePolicy(enum.StrEnum):
+    """When a block that is in RAM only goes to the SSD. Never twice, whatever the policy.
+
+    LAZY: when the writer is idle, when unwritten blocks fill half the RAM, or when it leaves RAM.
+    THROUGH: as soon as it is stored.
+    ON_EVICT: when it leaves RAM.
+    SECOND_TOUCH: as LAZY, but only once it is used again, or stored again after it was evicted.
+    """
+
+    LAZY = "lazy"
+    THROUGH = "through"
+    ON_EVICT = "on_evict"
+    SECOND_TOUCH = "second_touch"
+
+
 @dataclass(frozen=True, slots=True)
 class Component:
     """One tensor of a block, C-contiguous, shaped for a whole block.

@@ -222,7 +222,7 @@ class Writes:
             raise LeaseState(f"lease {lease_id} is a read lease")
         return lease
 
-    def commit(self, lease_id: int, group: GroupId) -> int:
+    def commit(self, lease_id: int, group: GroupId, now_s: float) -> int:
         """Make a write lease's blocks visible and end it. Raises as lease().
 
         Returns:
@@ -232,19 +232,20 @@ class Writes:
         tiers, host, ssd = self._tiers, self._tiers.host, self._tiers.ssd
         self._leases.remove(lease)
         self._clear_records(lease.records)
-        visible = 0
+        fresh: list[Block] = []
         for copy in lease.copies:
             block = copy.block
             if copy.current and block.listed:
-                visible += 1
                 self._counters.stored_bytes += copy.extent.size_bytes
                 block.stamp = tiers.stamp_behind(block.parent)
-                if ssd is not None:
-                    ssd.mark_dirty(block)
+                fresh.append(block)
             host.make_ready(copy)
             host.unpin(copy)
-        self._counters.stored_blocks += visible
-        return visible
+        if ssd is not None:
+            for block in fresh:
+                ssd.stored(block, now_s)
+        self._counters.stored_blocks += len(fresh)
+        return len(fresh)
 
     def abort(self, lease_id: int, group: GroupId) -> None:
         """End a write lease; its writer has stopped. Harmless if it is over.

@@ -349,7 +349,9 @@ class CacheService(cache_pb2_grpc.CacheServicer):
 
     @typed_errors
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
-        blocks = self._store.writes.commit(request.lease_id, self._group(request.session_id))
+        blocks = self._store.writes.commit(
+            request.lease_id, self._group(request.session_id), self._clock()
+        )
         self._store.tiers.write_ahead(self._clock(), idle=False)
         self._pump()
         return pb.CommitResponse(blocks=blocks)
@@ -375,7 +377,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             expected = sum(copy.block.namespace.size_bytes for copy in lease.copies)
             if received != expected:
                 raise InvalidRequest(f"data: {received} bytes for blocks of {expected}")
-            blocks = self._store.writes.commit(lease_id, group)
+            blocks = self._store.writes.commit(lease_id, group, self._clock())
         except BaseException:
             if group:
                 self._store.writes.abort(lease_id, group)

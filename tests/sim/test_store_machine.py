@@ -119,7 +119,7 @@ class StoreMachine(RuleBasedStateMachine):
         with pytest.raises(UnknownLease):
             self.world.store.reads.lease(lease.id, thief)
         with pytest.raises(UnknownLease):
-            self.world.store.writes.commit(lease.id, thief)
+            self.world.store.writes.commit(lease.id, thief, self.world.now_s)
         assert self.world.control.generation(lease.slot) == lease.generation
 
     @rule(where=WHERE, tokens=TOKENS, ttl_s=TTL)
@@ -178,7 +178,7 @@ class StoreMachine(RuleBasedStateMachine):
         writing = self.writing(which)
         self.world.commit(writing.lease_id, writing.group)
         with pytest.raises(UnknownLease):
-            self.world.store.writes.commit(writing.lease_id, writing.group)
+            self.world.store.writes.commit(writing.lease_id, writing.group, self.world.now_s)
 
     @precondition(lambda self: self.world.writings)
     @rule(which=WHICH)
@@ -194,7 +194,7 @@ class StoreMachine(RuleBasedStateMachine):
         thief = next(group for group in GROUPS if group != writing.group)
         self.world.store.writes.abort(writing.lease_id, thief)
         with pytest.raises(UnknownLease):
-            self.world.store.writes.commit(writing.lease_id, thief)
+            self.world.store.writes.commit(writing.lease_id, thief, self.world.now_s)
         with pytest.raises(LeaseState):
             self.world.store.reads.release(writing.lease_id, writing.group)
 
@@ -206,7 +206,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.world.store.writes.abort(zombie.lease_id, zombie.group)
         elif how == "commit":
             with pytest.raises(UnknownLease):
-                self.world.store.writes.commit(zombie.lease_id, zombie.group)
+                self.world.store.writes.commit(zombie.lease_id, zombie.group, self.world.now_s)
 
     @rule(where=WHERE, tokens=TOKENS)
     def finish(self, where: int, tokens: list[int]) -> None:

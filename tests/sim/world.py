@@ -393,7 +393,7 @@ class World:
         for copy, version in zip(writing.copies, writing.versions, strict=True):
             size_bytes = copy.block.namespace.size_bytes
             self.view(copy.extent)[:size_bytes] = content(copy.block.hash, version, size_bytes)
-        visible = self.store.writes.commit(lease_id, group)
+        visible = self.store.writes.commit(lease_id, group, self.now_s)
         del self.writings[lease_id]
         for copy, version in zip(writing.copies, writing.versions, strict=True):
             self.versions[copy] = version

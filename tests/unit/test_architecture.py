@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BASE = "types errors"
 CORE = (
-    "hashing extents arena index leases jobs residency tiers reads writes metrics sizes addresses"
-    " process"
+    "hashing extents arena admission index leases jobs residency tiers reads writes metrics sizes"
+    " addresses process"
 )
 
 MAY_IMPORT = [
@@ -47,7 +47,8 @@ MAY_IMPORT = [
     ("index", f"{BASE} extents"),
     ("leases", f"{BASE} extents index"),
     ("jobs", f"{BASE} index tier.base"),
-    ("residency", f"{BASE} extents index jobs metrics policy.base tier.base"),
+    ("admission", BASE),
+    ("residency", f"{BASE} admission extents index jobs metrics policy.base tier.base"),
     ("tiers", f"{BASE} index jobs metrics residency tier.base"),
     ("reads", f"{BASE} extents arena index jobs leases metrics tiers"),
     ("writes", f"{BASE} extents arena index leases metrics tiers"),
@@ -81,7 +82,8 @@ HOME_OF = {
 }
 
 STANDARD_LIBRARY_ONLY = (
-    "types errors extents metrics index leases jobs residency tiers reads writes store policy.*"
+    "types errors admission extents metrics index leases jobs residency tiers reads writes store"
+    " policy.*"
 )
 
 

@@ -107,7 +107,7 @@ def test_a_lease_is_nobody_elses_business() -> None:
         world.store.reads.lease(lease.id, BOB)
     assert world.store.reads.lease(lease.id, ALICE) is lease
     with pytest.raises(LeaseState):
-        world.store.writes.commit(lease.id, ALICE)
+        world.store.writes.commit(lease.id, ALICE, world.now_s)
     world.store.reads.release(lease.id, ALICE)
     world.store.reads.release(lease.id, ALICE)
     assert world.store.tiers.host.pinned_bytes == 0

@@ -39,7 +39,7 @@ def test_a_half_written_block_is_a_miss() -> None:
     assert world.commit(reserved.lease.id, ALICE) == 3
     assert present(world, hashes) == 3
     with pytest.raises(UnknownLease):
-        world.store.writes.commit(reserved.lease.id, ALICE)
+        world.store.writes.commit(reserved.lease.id, ALICE, world.now_s)
 
 
 def test_a_block_without_its_parent_is_refused() -> None:
@@ -152,7 +152,7 @@ def test_a_late_writer_frees_its_quarantine_itself(how: str) -> None:
         world.store.writes.abort(reserved.lease.id, ALICE)
     else:
         with pytest.raises(UnknownLease):
-            world.store.writes.commit(reserved.lease.id, ALICE)
+            world.store.writes.commit(reserved.lease.id, ALICE, world.now_s)
     assert world.store.tiers.host.quarantined_bytes == 0
     assert present(world, chain(namespace, range(4))) == 0
     world.check()
