@@ -93,7 +93,7 @@ class World:
         assert lease is not None
         for copy in lease.copies:
             np.copyto(self.arena.view(copy.extent, SPEC.block_bytes), content(copy.block.hash))
-        self.store.writes.commit(lease.id, GROUP)
+        self.store.writes.commit(lease.id, GROUP, now_s)
 
     def write_all(self, *, later_s: float = 0.0) -> None:
         """Queue the writing of all that is unwritten."""

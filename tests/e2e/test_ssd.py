@@ -136,8 +136,9 @@ def test_flipped_bits_are_a_miss(
     assert get_checked(connect(daemon), spec, hashes) == 6
 
 
-def test_a_clean_stop_writes_everything(daemon: DaemonProcess, connect: Connect) -> None:
+def test_a_clean_stop_writes_everything(start_daemon: StartDaemon, connect: Connect) -> None:
     """SIGTERM right after the last commit: the next daemon hits it all, from the SSD."""
+    daemon = start_daemon(idle_write_after_s=600)
     client = connect(daemon)
     hashes = chain("unwritten", 400)
     assert put(client, SPEC, hashes) == 400
