@@ -16,6 +16,7 @@ import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import zstandard
 
@@ -28,15 +29,21 @@ def read_trace(path: Path) -> Iterator[list[int]]:
         ValueError: a line is of neither format; the message has its number.
     """
     sessions: dict[str, list[int]] = {}
-    with path.open("rb") as file:
-        stream = zstandard.ZstdDecompressor().stream_reader(file) if path.suffix == ".zst" else file
-        for number, line in enumerate(io.TextIOWrapper(io.BufferedReader(stream)), start=1):
+    with _open(path) as lines:
+        for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 yield _from_json(line) if line.startswith("{") else _from_delta(line, sessions)
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}, line {number}: not a trace: {error!r}") from error
+
+
+def _open(path: Path) -> TextIO:
+    if path.suffix != ".zst":
+        return path.open(encoding="utf-8")
+    stream = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), closefd=True)
+    return io.TextIOWrapper(io.BufferedReader(stream), encoding="utf-8")
 
 
 def _from_json(line: str) -> list[int]:

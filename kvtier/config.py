@@ -36,6 +36,7 @@ from pydantic_settings import (
 from kvtier.addresses import default_address, parse_address, parse_host_port
 from kvtier.errors import ConfigError
 from kvtier.sizes import exact_size, parse_size
+from kvtier.types import WritePolicy
 
 ENV_PREFIX = "KVTIER_"
 FILE_ENV = "KVTIER_CONFIG"
@@ -124,6 +125,12 @@ class Settings(BaseSettings):
         default="relaxed",
         description="relaxed: stored blocks survive the process, a power cut may cost the SSD "
         "tier. full: every batch is synced.",
+    )
+    ssd_write_policy: WritePolicy = Field(
+        default=WritePolicy.LAZY,
+        description="When a block goes to the SSD. lazy: when the daemon is idle, or before it "
+        "leaves RAM. through: at once. on_evict: before it leaves RAM. second_touch: lazy, but "
+        "only once it is used again.",
     )
     ssd_read_threads: Count = Field(default=4, description="Reads from the SSD at the same time.")
     ssd_batch_bytes: Buffer = Field(

@@ -237,6 +237,7 @@ def _build_store(
         lease_ttl_max_s=settings.lease_ttl_max_s,
         pin_limit_bytes=settings.pin_limit_bytes,
         write_queue_bytes=settings.write_queue_bytes,
+        write_policy=settings.ssd_write_policy,
         max_namespaces=settings.max_namespaces,
     )
     ssd_policy: Lru[Block] | None = Lru() if ssd is not None else None

@@ -191,6 +191,7 @@ _PLAIN = {
     "skipped_blocks": "Leading blocks that Reserve found present.",
     "refused_blocks": "Blocks that Reserve had no room for.",
     "demotions_shed_blocks": "Blocks that left RAM unwritten because the SSD did not keep up.",
+    "skipped_by_admission_blocks": "Blocks that left RAM unwritten because the policy said so.",
     "ssd_read_blocks": "Blocks loaded from the SSD.",
     "ssd_read_bytes": "Stored bytes read from the SSD.",
     "ssd_read_seconds": "Time during which reads were in flight.",
