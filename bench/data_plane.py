@@ -126,6 +126,8 @@ def main() -> None:
                     raise SystemExit("the arena is not mapped as it should be")
                 results = measure_copies(client, streaming, arguments.runs)
                 results |= measure_acquires(client)
+    for key in ("host_put", "host_get", "host_put_16", "host_get_16"):
+        results[f"{key}_ratio"] = results[f"{key}_gbps"] / results["memcpy_gbps"]
     report(f"data plane, {os.cpu_count()} cores", results, as_json=arguments.json)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.common import progress, report, scratch_directory, seconds
+from bench.common import percentile, progress, report, scratch_directory, seconds
 from engine_adapter.mla import MlaEngine, PrefixCache, SamplingParams
 from kvtier.cli.demo import default_checkpoint
 from kvtier.client import Client
@@ -92,6 +92,8 @@ def main() -> None:
                 sustained.append(pair.compare(BURST, kvtier_first=run % 2 == 1))
     results = {
         "overhead_percent": statistics.median(single),
+        "overhead_p25_percent": percentile(single, 25),
+        "overhead_p75_percent": percentile(single, 75),
         "sustained_percent": statistics.median(sustained),
     }
     report(f"overhead without hits, {os.cpu_count()} cores", results, as_json=arguments.json)

@@ -89,6 +89,7 @@ class SsdTierUnderTest:
             ssd_codec=codec,
             ssd_durability="full",
             write_queue_bytes=self.size_bytes + (64 << 20),
+            idle_write_after_s=3600,  # Only flush() writes, while it is timed.
         )
         self._client = self._connect()
         self._run = 0

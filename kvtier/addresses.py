@@ -18,6 +18,7 @@ from urllib.parse import quote
 from kvtier.errors import ConfigError
 
 SOCKET_NAME = "kvtier.sock"
+ADDRESS_ENV = "KVTIER_ADDRESS"
 _SYSTEM_DIRECTORY = Path("/run/kvtier")
 _MAX_PATH_BYTES = 107
 """sun_path holds 108 bytes, the last of them zero (unix(7))."""
@@ -123,9 +124,11 @@ def default_address() -> str:
 def find_address() -> str:
     """Where a client looks for a daemon when told nothing.
 
-    The first of the places of default_address() that has a socket, so that an engine also finds
-    the daemon of another user; default_address() if none has.
+    $KVTIER_ADDRESS, as for the daemon; else the first of the places of default_address() that has
+    a socket, so that an engine also finds the daemon of another user; default_address() if none.
     """
+    if address := os.environ.get(ADDRESS_ENV):
+        return address
     for directory in _directories():
         path = directory / SOCKET_NAME
         if path.exists() and (directory != _private_directory() or is_private(directory)):

@@ -11,6 +11,8 @@ _UNITS = {
     **{f"{prefix}iB": 1 << 10 * power for power, prefix in enumerate("KMGT", 1)},
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
 }
+# Kubernetes writes Gi and G.
+_UNITS |= {unit[:-1]: factor for unit, factor in _UNITS.items() if len(unit) > 1}
 _BY_LOWER_CASE = {unit.lower(): factor for unit, factor in _UNITS.items()}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
 

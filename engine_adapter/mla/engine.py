@@ -24,6 +24,7 @@ from engine_adapter.mla.request import Completion, Request, Residency, Token
 from engine_adapter.mla.sampling import FinishReason, SamplingParams
 from engine_adapter.mla.tokenizer import Tokenizer
 from engine_adapter.mla.weights import load_weights, weight_files
+from kvtier.errors import KvtierError
 from kvtier.types import NamespaceSpec
 
 Prompt = str | Sequence[int]
@@ -31,7 +32,7 @@ Prompt = str | Sequence[int]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class PromptError(ValueError):
+class PromptError(KvtierError, ValueError):
     """The prompt can't be served; the message says why. Nothing was computed."""
 
 
@@ -83,7 +84,7 @@ class MlaEngine:
 
     def __init__(
         self,
-        checkpoint_dir: Path,
+        checkpoint_dir: str | Path,
         *,
         dtype: torch.dtype = torch.float32,
         prefix_cache: PrefixCache | None = None,
@@ -91,6 +92,7 @@ class MlaEngine:
     ) -> None:
         if dtype not in _DTYPES:
             raise ValueError(f"dtype {dtype} is not one of {', '.join(map(str, _DTYPES))}")
+        checkpoint_dir = Path(checkpoint_dir)
         self._config = config or EngineConfig()
         self.model_config: ModelConfig = load_config(checkpoint_dir)
         self._model = Model(
@@ -119,6 +121,8 @@ class MlaEngine:
         Raises:
             PromptError: one of the prompts can't be served; then none is.
         """
+        if isinstance(prompts, str):
+            raise PromptError("prompts is a list of prompts, not one text")
         params = params or SamplingParams()
         requests = [self._new_request(prompt, params) for prompt in prompts]
         self._waiting.extend(requests)

@@ -6,8 +6,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from kvtier.errors import KvtierError
 
-class CheckpointError(ValueError):
+
+class CheckpointError(KvtierError, ValueError):
     """The checkpoint directory can't be served; the message names the file, key or tensor."""
 
 

@@ -309,6 +309,8 @@ class Demo:
                 self._progress.console.print(f"not all of {turn.name} became durable")
 
     def _task(self, name: str, total: int) -> TaskID:
+        if not self._progress.console.is_terminal:  # No bars in a log; a line a phase.
+            self._progress.console.print(f"{name}: {total} turns")
         return self._progress.add_task(name, total=total)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
@@ -24,6 +25,7 @@ app = typer.Typer(
     help="A sidecar that keeps MLA KV cache blocks across requests, engines and restarts.",
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("serve")(serve.with_settings(serve.serve))
 app.command("config")(serve.with_settings(serve.config))
@@ -36,6 +38,21 @@ app.command("top")(status.top)
 def version() -> None:
     """Print the version."""
     print(__version__)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="And exit.")
+    ] = False,
+) -> None:
+    """A sidecar that keeps MLA KV cache blocks across requests, engines and restarts."""
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -39,6 +39,7 @@ from kvtier.errors import AddressInUse, ConfigError
 from kvtier.index import Block
 from kvtier.mover import Mover
 from kvtier.policy.lru import Lru
+from kvtier.sizes import exact_size
 from kvtier.store import StoreConfig, TieredStore
 from kvtier.tier.host import HostArena
 from kvtier.tier.ssd import SsdTier
@@ -87,7 +88,14 @@ async def _serve(settings: Settings) -> None:
         gc.collect()
         gc.freeze()
         gc.set_threshold(50_000, 50, 100)
-        log.info("serving", version=__version__, address=str(daemon.address))
+        log.info(
+            "serving",
+            version=__version__,
+            address=str(daemon.address),
+            host=exact_size(settings.host_capacity_bytes),
+            ssd=exact_size(settings.ssd_capacity_bytes) if settings.ssd_directory else "none",
+            metrics=settings.metrics_address or "off",
+        )
         await stop.wait()
         await daemon.drain(force)
     log.info("stopped")

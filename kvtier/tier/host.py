@@ -50,7 +50,7 @@ class HostArena:
 
         Raises:
             AddressInUse: another daemon owns the directory.
-            ConfigError: the directory can't be made.
+            ConfigError: the directory can't be made, or is on no tmpfs.
             CapacityError: the file system, the memory or the cgroup has too little room.
         """
         self.capacity_bytes = capacity_bytes // EXTENT_ALIGN_BYTES * EXTENT_ALIGN_BYTES
@@ -58,6 +58,7 @@ class HostArena:
         self.path = directory / "arena"
         self.lock_dir = directory / "locks"
         self._directory = directory
+        _check_tmpfs(directory)
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -165,6 +166,21 @@ def _own(directory: Path) -> int:
         except FileNotFoundError:
             pass
         os.close(descriptor)  # A daemon that was just ending has unlinked what we opened.
+
+
+def _check_tmpfs(directory: Path) -> None:
+    """Raise ConfigError if bytes there would go to a disk. What can't be told is let pass."""
+    home = next(path for path in (directory, *directory.parents) if path.exists())
+    device = home.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, source = line.partition(" - ")
+        kind = source.split()[0]
+        if mount.split()[2] == wanted and kind not in ("tmpfs", "ramfs", "hugetlbfs"):
+            raise ConfigError(
+                f"arena_dir {directory} is on {kind}, not in memory: choose a directory on a "
+                "tmpfs, such as one in /dev/shm"
+            )
 
 
 def _check_room(directory: Path, size_bytes: int) -> None:

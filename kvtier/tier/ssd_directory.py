@@ -49,19 +49,22 @@ class StoreDirectory:
             raise
 
     def check_space(self, map_bytes: int) -> None:
-        """Refuse a data file that could fill the file system.
+        """Refuse a new data file that could fill the file system.
+
+        One that is there is opened whatever is free: its blocks can be read, and writes that find
+        no room fail like any other.
 
         Raises:
-            CapacityError: it can grow beyond what is free and what it has already.
+            CapacityError: it can grow beyond what is free.
         """
-        owned_bytes = self.data_path.stat().st_blocks * 512 if self.data_path.exists() else 0
+        if self.data_path.exists():
+            return
         status = os.statvfs(self.env_path)
         free_bytes = status.f_bavail * status.f_frsize
-        if map_bytes > free_bytes + owned_bytes:
+        if map_bytes > free_bytes:
             raise CapacityError(
-                f"{self.env_path.parent}: {map_bytes} bytes of cache need "
-                f"{map_bytes - owned_bytes} more, the file system has {free_bytes} free: "
-                "lower the SSD capacity"
+                f"{self.env_path.parent}: the SSD tier may grow to {map_bytes} bytes, the file "
+                f"system has {free_bytes} free: lower ssd_capacity_bytes, or make room"
             )
 
     def lost_power(self) -> bool:

@@ -21,13 +21,17 @@ from kvtier.sizes import exact_size, parse_size, rounded_size
         ("7", 7),
         ("7B", 7),
         ("3TiB", 3 << 40),
+        ("16Gi", 16 << 30),
+        ("1G", 10**9),
     ],
 )
 def test_units(text: str, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "1 XB", "1G", "-1", "1e9", "1,5GB", "0.3B", "٣GB"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "1 XB", "1iB", "i", "-1", "1e9", "1,5GB", "0.3B", "٣GB"]
+)
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="is not a"):
         parse_size(text)

@@ -123,7 +123,7 @@ class TestCapacity:
 
     def test_larger_than_the_file_system(self, tmp_path: Path) -> None:
         status = os.statvfs(tmp_path)
-        with pytest.raises(CapacityError, match="lower the SSD capacity"):
+        with pytest.raises(CapacityError, match="lower ssd_capacity_bytes"):
             open_tier(tmp_path, capacity_bytes=2 * status.f_blocks * status.f_frsize)
 
     def test_what_the_file_has_already_counts_as_free(
