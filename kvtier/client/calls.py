@@ -128,10 +128,12 @@ class Calls:
         return self._call(attachment, send)
 
     def send(self, attachment: Attachment, method: Any, request: Any, timeout_s: float) -> None:
-        """One rpc whose answer nobody waits for; its failure is counted when it is known.
+        """One rpc whose answer nobody waits for.
+
+        A failure is counted when it is known, and the call sent again once the daemon answers.
 
         Raises:
-            Missed: it could not be sent, or the breaker is open.
+            Missed: the breaker is open, or the session is over.
         """
 
         def note(done: Any) -> None:
@@ -139,8 +141,13 @@ class Calls:
                 self.count_miss(MissReason.NO_SESSION)
             elif isinstance(error := done.exception(), grpc.RpcError):
                 self.count_miss(self._missed(attachment, error).reason)
+                attachment.settle_later(method, request)
 
-        self._check(attachment)
+        try:
+            self._check(attachment)
+        except Missed:
+            attachment.settle_later(method, request)
+            raise
         try:
             with gate:
                 answer = method.future(request, timeout=timeout_s)

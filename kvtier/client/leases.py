@@ -11,6 +11,7 @@ import numpy as np
 from kvtier.arena import ArenaMapping
 from kvtier.client.attachment import Attachment
 from kvtier.client.calls import Calls
+from kvtier.client.copies import copy_blocks
 from kvtier.client.fork import gate
 from kvtier.codec.base import Bytes
 from kvtier.types import MissReason
@@ -99,21 +100,15 @@ class ReadLease:
         return self._ready
 
     def release(self) -> None:
-        """Let the blocks go. Idempotent."""
+        """Let the blocks go. Does not wait for the answer. Idempotent."""
         attachment, self._attachment, self._mapping = self._attachment, None, None
         if attachment is None or attachment.lost.is_set():
             return
         request = pb.ReleaseRequest(
             session_id=attachment.session_id, lease_id=self._answer.lease_id
         )
-        released = False
         with self._calls.failing_open():
-            try:
-                self._calls.call(attachment, attachment.stub.Release, request, CALL_TIMEOUT_S)
-                released = True
-            finally:
-                if not released:
-                    attachment.settle_later(attachment.stub.Release, request)
+            self._calls.send(attachment, attachment.stub.Release, request, CALL_TIMEOUT_S)
 
     def _copy(
         self,
@@ -132,9 +127,9 @@ class ReadLease:
                 continue
             if attachment.lost.is_set():
                 return done
-            for index in range(done, ready):
-                at = answer.offsets[index]
-                np.copyto(destinations[index], mapping.data[at : at + answer.block_bytes])
+            offsets = answer.offsets[done:ready]
+            sources = [mapping.data[at : at + answer.block_bytes] for at in offsets]
+            copy_blocks(destinations[done:ready], sources)
             if not attachment.shows(mapping, answer.slot, answer.slot_generation):
                 return done  # The lease ended under the copies: they count for nothing.
             done = ready
@@ -208,8 +203,8 @@ class WriteLease:
         mapping = self._mapping
         if mapping is None:
             return  # Lost before the lease was here.
-        for index, at in zip(answer.indices, answer.offsets, strict=True):
-            np.copyto(mapping.data[at : at + answer.block_bytes], sources[index])
+        extents = [mapping.data[at : at + answer.block_bytes] for at in answer.offsets]
+        copy_blocks(extents, [sources[index] for index in answer.indices])
 
     def commit(self) -> bool:
         """Make the blocks visible, all or none; False if they are not."""

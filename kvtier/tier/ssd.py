@@ -274,7 +274,7 @@ def _map_bytes(capacity_bytes: int, max_batch_bytes: int) -> int:
     least_bytes = _LEAST_BATCHES * max_batch_bytes
     if capacity_bytes < least_bytes:
         raise CapacityError(
-            f"an SSD capacity of {capacity_bytes} bytes is below {least_bytes}, {_LEAST_BATCHES} "
+            f"ssd_capacity_bytes {capacity_bytes} is below {least_bytes}, {_LEAST_BATCHES} "
             f"batches of {max_batch_bytes}: raise it, or lower the batch"
         )
     rest_bytes = capacity_bytes - (1 << 20) - (capacity_bytes >> 10)

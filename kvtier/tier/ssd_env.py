@@ -90,7 +90,7 @@ class Environment:
         if map_bytes < used_bytes:
             raise CapacityError(
                 f"{self._path} occupies {used_bytes} bytes and can't shrink to {map_bytes}: "
-                f"raise the SSD capacity, or {START_EMPTY}"
+                f"raise ssd_capacity_bytes, or {START_EMPTY}"
             )
         os.ftruncate(self._fd, map_bytes)
 

@@ -222,9 +222,9 @@ def test_capacities_that_do_not_fit(serve: Serve) -> None:
     )
     serve.refuses("host_capacity_bytes", "room", host_capacity_bytes=available)
     serve.left_nothing()
-    serve.refuses("SSD capacity", "free", ssd_capacity_bytes="1000TiB")
+    serve.refuses("ssd_capacity_bytes", "free", ssd_capacity_bytes="1000TiB")
     serve.left_nothing()
-    serve.refuses("SSD capacity", "batch", ssd_capacity_bytes=16 << 20)
+    serve.refuses("ssd_capacity_bytes", "batch", ssd_capacity_bytes=16 << 20)
     serve.left_nothing()
 
 

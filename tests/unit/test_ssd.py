@@ -150,7 +150,7 @@ class TestCapacity:
         for number in range(18):
             put(tier, LARGE, [number])
         tier.close()
-        with pytest.raises(CapacityError, match="raise the SSD capacity, or move"):
+        with pytest.raises(CapacityError, match="raise ssd_capacity_bytes, or move"):
             open_tier(tmp_path)
         tier = open_tier(tmp_path, capacity_bytes=2 * CAPACITY_BYTES)
         assert_reads(tier, LARGE, 17)
