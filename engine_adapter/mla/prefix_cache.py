@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +54,8 @@ class BlockClient(Protocol):
         parent: BlockHash | None,
         hashes: Sequence[BlockHash],
         sources: Sequence[Buffer],
+        *,
+        wait_commit: bool,
     ) -> int:
         """Store blocks that follow `parent` (None: the first block); how many are now present."""
 
@@ -118,7 +119,6 @@ class SequenceBlocks:
         self._hashes = block_hashes(namespace.root, prompt, PAGE_TOKENS)
         self._present = 0
         self._offered = 0
-        self._storing: threading.Thread | None = None
 
     @property
     def present_tokens(self) -> int:
@@ -146,9 +146,10 @@ class SequenceBlocks:
     def store(self, token_ids: Sequence[int], computed: int) -> None:
         """Offer the full blocks that kvtier does not have, in one put, if a block became full.
 
-        The put runs beside the engine's next step: a full page is not written again, and finish()
-        waits before the pages are another's. Blocks that kvtier refused (no room, out of reach) are
-        offered again with the next one: without them nobody could find those that follow.
+        Not beside the engine's next step: on a CPU that step needs all cores, and a thread that
+        takes one of them away costs more than the put. Blocks that kvtier refused (no room, out of
+        reach) are offered again with the next one: without them nobody could find those that
+        follow.
 
         Args:
             token_ids: Prompt and answer so far.
@@ -158,28 +159,16 @@ class SequenceBlocks:
         if full <= self._offered:
             return
         self._offered = full
-        self._wait_until_stored()
         self._extend_hashes(token_ids, full)
-        # A thread a put, and none that stays: a forked child would wait for it in vain.
-        self._storing = threading.Thread(target=self._put, args=(full,), name="kvtier-store")
-        self._storing.start()
-
-    def _put(self, full: int) -> None:
-        """Store the blocks from the first that kvtier lacks up to `full`."""
         parent = self._hashes[self._present - 1] if self._present else None
         fresh = slice(self._present, full)
         sources = [self._cache.page_bytes(page) for page in self._pages[fresh]]
-        hashes = self._hashes[fresh]
-        self._present += self._namespace.client.put(self._namespace.spec, parent, hashes, sources)
-
-    def _wait_until_stored(self) -> None:
-        if self._storing is not None:
-            self._storing.join()
-            self._storing = None
+        self._present += self._namespace.client.put(
+            self._namespace.spec, parent, self._hashes[fresh], sources, wait_commit=False
+        )
 
     def finish(self) -> None:
-        """The request is over; its chain was used just now. Nothing reads its pages afterwards."""
-        self._wait_until_stored()
+        """The request is over; its chain was used just now."""
         if self._present:
             self._namespace.client.finish(self._namespace.spec, self._hashes[self._present - 1])
 

@@ -229,6 +229,18 @@ class WriteLease:
                 self._abort_later(attachment)
         return committed
 
+    def commit_later(self) -> None:
+        """Like commit(), without waiting for the answer: visible in a moment, or never."""
+        attachment = self._attachment
+        if attachment is None or not attachment.mapped:
+            self.commit()  # Streamed blocks have not even been sent.
+            return
+        self._attachment, self._mapping = None, None
+        attachment.end_write()
+        request = pb.CommitRequest(session_id=attachment.session_id, lease_id=self._answer.lease_id)
+        with self._calls.failing_open():
+            self._calls.send(attachment, attachment.stub.Commit, request, CALL_TIMEOUT_S)
+
     def abort(self) -> None:
         """Give the room back; our copies have stopped. Idempotent, harmless after commit()."""
         attachment, self._attachment, self._mapping = self._attachment, None, None

@@ -354,6 +354,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         )
         self._store.tiers.write_ahead(self._clock(), idle=False)
         self._pump()
+        self._progress.notify()  # A Flush may have come first.
         return pb.CommitResponse(blocks=blocks)
 
     @typed_errors

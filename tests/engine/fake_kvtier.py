@@ -68,8 +68,11 @@ class FakeClient:
         parent: BlockHash | None,
         hashes: Sequence[BlockHash],
         sources: Sequence[Buffer],
+        *,
+        wait_commit: bool,
     ) -> int:
         """Keep copies; blocks whose parent is unknown are refused, as a daemon may."""
+        assert not wait_commit, "an engine has better things to do"
         self.puts.append((parent, list(hashes)))
         if self.dead or (parent is not None and (spec, parent) not in self.blocks):
             return 0
