@@ -240,18 +240,22 @@ class MlaEngine:
                 blocks = SequenceBlocks(self._prefixes, self._cache, pages, request.token_ids)
                 request.cached_tokens = blocks.load(request.prompt_tokens)
                 request.computed = blocks.present_tokens
+                blocks.expect(self._chunk_end(request))
             request.residency = Residency(pages, PageTable.of(pages), blocks)
             self._running.append(request)
 
     def _prefill(self, request: Request) -> list[tuple[Request, Token]]:
         """Compute the request's next chunk, and its first token if that was the last chunk."""
-        chunk = self._config.chunk_tokens
-        end = min((request.computed // chunk + 1) * chunk, request.prompt_tokens)
-        span = request.span(end - request.computed)
+        span = request.span(self._chunk_end(request) - request.computed)
         token_ids = torch.tensor(request.token_ids[span.start : span.end])
         logits = self._model.forward(token_ids, Batch.of([span]), self._cache)
         request.advance(span.length)
         return [(request, self._choose(request, logits[0]))] if request.prefilled else []
+
+    def _chunk_end(self, request: Request) -> int:
+        """Tokens of the prompt that are computed once its next chunk is."""
+        chunk = self._config.chunk_tokens
+        return min((request.computed // chunk + 1) * chunk, request.prompt_tokens)
 
     def _decode(self, requests: Sequence[Request]) -> list[tuple[Request, Token]]:
         """Compute the last token of every request and draw the next."""

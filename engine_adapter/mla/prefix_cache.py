@@ -37,6 +37,23 @@ class Loaded(Protocol):
         """Of these, how many came from each tier."""
 
 
+class Room(Protocol):
+    """Room for new blocks, as kvtier.client.WriteLease."""
+
+    @property
+    def covered_blocks(self) -> int:
+        """Leading blocks asked for that kvtier has, or has once this is committed."""
+
+    def write_from(self, sources: Sequence[Buffer]) -> None:
+        """Copy the blocks that are wanted; one source for each block asked for."""
+
+    def commit_later(self) -> None:
+        """Make them visible, without waiting for the answer."""
+
+    def abort(self) -> None:
+        """Give the room back; harmless after commit_later()."""
+
+
 class BlockClient(Protocol):
     """The calls of kvtier.client.Client that the engine makes. None of them raises."""
 
@@ -48,16 +65,10 @@ class BlockClient(Protocol):
     ) -> Loaded:
         """Copy the longest cached prefix of `hashes` into the destinations."""
 
-    def put(
-        self,
-        spec: NamespaceSpec,
-        parent: BlockHash | None,
-        hashes: Sequence[BlockHash],
-        sources: Sequence[Buffer],
-        *,
-        wait_commit: bool,
-    ) -> int:
-        """Store blocks that follow `parent` (None: the first block); how many are now present."""
+    def reserve(
+        self, spec: NamespaceSpec, parent: BlockHash | None, hashes: Sequence[BlockHash]
+    ) -> Room:
+        """Room for blocks that follow `parent` (None: the first block)."""
 
     def finish(self, spec: NamespaceSpec, tail: BlockHash) -> None:
         """The request whose last block is `tail` is over."""
@@ -119,6 +130,7 @@ class SequenceBlocks:
         self._hashes = block_hashes(namespace.root, prompt, PAGE_TOKENS)
         self._present = 0
         self._offered = 0
+        self._room: Room | None = None
 
     @property
     def present_tokens(self) -> int:
@@ -143,6 +155,16 @@ class SequenceBlocks:
             if blocks
         }
 
+    def expect(self, computed: int) -> None:
+        """The engine's first step will compute up to this many tokens: reserve their blocks.
+
+        Now and not in store(): right after a step, the engine's own threads still keep the cores
+        busy, and the daemon's answer takes two to three times as long.
+        """
+        full = computed // PAGE_TOKENS
+        if full > self._present:
+            self._room = self._reserve(full)
+
     def store(self, token_ids: Sequence[int], computed: int) -> None:
         """Offer the full blocks that kvtier does not have, in one put, if a block became full.
 
@@ -160,15 +182,23 @@ class SequenceBlocks:
             return
         self._offered = full
         self._extend_hashes(token_ids, full)
+        room = self._room if self._room is not None else self._reserve(full)
+        self._room = None
+        pages = self._pages[self._present : full]
+        room.write_from([self._cache.page_bytes(page) for page in pages])
+        room.commit_later()
+        self._present += room.covered_blocks
+
+    def _reserve(self, full: int) -> Room:
+        """Room for the blocks from the first that kvtier lacks up to `full`."""
         parent = self._hashes[self._present - 1] if self._present else None
-        fresh = slice(self._present, full)
-        sources = [self._cache.page_bytes(page) for page in self._pages[fresh]]
-        self._present += self._namespace.client.put(
-            self._namespace.spec, parent, self._hashes[fresh], sources, wait_commit=False
-        )
+        fresh = self._hashes[self._present : full]
+        return self._namespace.client.reserve(self._namespace.spec, parent, fresh)
 
     def finish(self) -> None:
         """The request is over; its chain was used just now."""
+        if self._room is not None:
+            self._room.abort()
         if self._present:
             self._namespace.client.finish(self._namespace.spec, self._hashes[self._present - 1])
 

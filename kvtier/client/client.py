@@ -290,7 +290,6 @@ class Client:
         *,
         allowed_loss: Loss = Loss.EXACT,
         wait_s: float = 0.0,
-        wait_commit: bool = True,
     ) -> int:
         """Store consecutive blocks; the number of leading ones that the daemon has, or is getting.
 
@@ -301,16 +300,11 @@ class Client:
             sources: As many (spec.block_bytes,) uint8 arrays.
             allowed_loss: What stored forms of these blocks may lose.
             wait_s: How long the daemon may wait for unwritten blocks to reach the SSD.
-            wait_commit: False returns before the blocks are visible; an engine that goes on
-                computing saves a round trip.
         """
         with self.reserve(spec, parent, hashes, allowed_loss=allowed_loss, wait_s=wait_s) as lease:
             if not lease.indices:
                 return lease.covered_blocks
             lease.write_from(sources)
-            if not wait_commit:
-                lease.commit_later()
-                return lease.covered_blocks
             return lease.covered_blocks if lease.commit() else lease.indices[0]
 
     def finish(self, spec: NamespaceSpec, tail: BlockHash) -> None:

@@ -21,16 +21,50 @@ class FakeGetResult:
 
 
 @dataclass
+class FakeRoom:
+    """Keeps copies at its commit."""
+
+    client: FakeClient
+    spec: NamespaceSpec
+    parent: BlockHash | None
+    hashes: list[BlockHash]
+    accepted: list[BlockHash]
+    copies: list[Buffer] = field(default_factory=list)
+
+    @property
+    def covered_blocks(self) -> int:
+        """What the client had room for."""
+        return len(self.accepted)
+
+    def write_from(self, sources: Sequence[Buffer]) -> None:
+        """Copy."""
+        assert len(sources) == len(self.hashes)
+        assert all(source.nbytes == self.spec.block_bytes for source in sources)
+        self.copies = [source.copy() for source in sources]
+
+    def commit_later(self) -> None:
+        """Make the copies visible, at once."""
+        self.client.puts.append((self.parent, self.hashes))
+        for key, copy in zip(self.accepted, self.copies, strict=False):
+            self.client.blocks[self.spec, key] = copy
+
+    def abort(self) -> None:
+        """Count."""
+        self.client.aborted += 1
+
+
+@dataclass
 class FakeClient:
     """Keeps copies of blocks and a list of the calls.
 
     Attributes:
         blocks: By namespace and hash.
-        puts: (parent, hashes) of every put.
+        puts: (parent, hashes) of every commit.
         gets: Number of hashes of every get.
         finished: Tail of every finish.
         dead: Every call is a miss, and a get leaves rubbish in all destinations.
         room: Most blocks that a put accepts.
+        aborted: Rooms given back.
     """
 
     blocks: dict[tuple[NamespaceSpec, BlockHash], Buffer] = field(default_factory=dict)
@@ -39,6 +73,7 @@ class FakeClient:
     finished: list[BlockHash] = field(default_factory=list)
     dead: bool = False
     room: int = 1 << 30
+    aborted: int = 0
 
     def get(
         self,
@@ -62,26 +97,13 @@ class FakeClient:
         host = count // 2
         return FakeGetResult(count, {Tier.HOST: host, Tier.SSD: count - host})
 
-    def put(
-        self,
-        spec: NamespaceSpec,
-        parent: BlockHash | None,
-        hashes: Sequence[BlockHash],
-        sources: Sequence[Buffer],
-        *,
-        wait_commit: bool,
-    ) -> int:
-        """Keep copies; blocks whose parent is unknown are refused, as a daemon may."""
-        assert not wait_commit, "an engine has better things to do"
-        self.puts.append((parent, list(hashes)))
-        if self.dead or (parent is not None and (spec, parent) not in self.blocks):
-            return 0
-        accepted = hashes[: self.room]
-        assert len(sources) == len(hashes)
-        for key, source in zip(accepted, sources, strict=False):
-            assert source.nbytes == spec.block_bytes
-            self.blocks[spec, key] = source.copy()
-        return len(accepted)
+    def reserve(
+        self, spec: NamespaceSpec, parent: BlockHash | None, hashes: Sequence[BlockHash]
+    ) -> FakeRoom:
+        """Blocks whose parent is unknown are refused, as a daemon may."""
+        orphans = parent is not None and (spec, parent) not in self.blocks
+        accepted = [] if self.dead or orphans else list(hashes[: self.room])
+        return FakeRoom(self, spec, parent, list(hashes), accepted)
 
     def finish(self, spec: NamespaceSpec, tail: BlockHash) -> None:
         """Remember the tail."""

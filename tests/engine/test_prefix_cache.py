@@ -101,6 +101,23 @@ def test_refused_blocks_are_offered_again_and_finish_names_the_last_held_one(
     assert client.finished == [firsts[1]]
 
 
+def test_an_abort_before_the_first_chunk_gives_the_room_back(
+    tiny_mla: Path, text_ids: list[int]
+) -> None:
+    """Both requests are admitted in one step, which prefills a chunk of the first only."""
+    client = FakeClient()
+    engine = cached_engine(tiny_mla, client)
+    engine.add_request(text_ids[:300], GREEDY)
+    second = engine.add_request(text_ids[300:600], GREEDY)
+    engine.step()
+    engine.abort(second)
+    assert client.aborted == 1
+    assert len(client.puts) == 1
+    while engine.busy:
+        engine.step()
+    assert client.aborted == 1
+
+
 def test_a_short_prompt_asks_nothing(tiny_mla: Path, text_ids: list[int]) -> None:
     """Without a full block before its last token there is nothing to find."""
     client = FakeClient()
