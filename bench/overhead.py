@@ -22,6 +22,7 @@ from bench.common import percentile, progress, report, scratch_directory, second
 from engine_adapter.mla import MlaEngine, PrefixCache, SamplingParams
 from kvtier.cli.demo import default_checkpoint
 from kvtier.client import Client
+from kvtier.errors import KvtierError
 from kvtier.process import DaemonProcess
 
 PROMPT_TOKENS = 2000
@@ -104,4 +105,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KvtierError as error:  # A checkpoint that can't be served, a daemon that can't start.
+        raise SystemExit(str(error)) from error

@@ -156,7 +156,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON line")
     arguments = parser.parse_args()
     console = Console(stderr=True)
-    requests = list(read_trace(arguments.trace))
+    if arguments.ram < 1 or arguments.ssd < 0:
+        parser.error("--ram must be at least 1, --ssd at least 0")
+    try:
+        requests = list(read_trace(arguments.trace))
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from error
     results = replay(
         track(requests, "replaying", console=console, transient=True),
         arguments.ram,
