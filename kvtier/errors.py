@@ -16,6 +16,7 @@
     `- TierError             trouble with a medium; only the mover catches it
        |- TierUnavailable    the medium failed (EIO, read-only, gone)
        |- TierFull           no room now
+       |- SegmentDamaged     the tables of a part of it are broken: that part must go
        `- CorruptBlock       checksum, length or codec says the bytes are not what was stored
 
 A miss, a full tier and a block not ready yet are values, not errors.
@@ -87,6 +88,14 @@ class TierUnavailable(TierError):
 
 class TierFull(TierError):
     """The medium has no room for this now."""
+
+
+class SegmentDamaged(TierError):
+    """The tables of one segment are broken (tier/base.py); the others work."""
+
+    def __init__(self, message: str, segment: int) -> None:
+        super().__init__(message)
+        self.segment = segment
 
 
 class CorruptBlock(TierError):

@@ -1,7 +1,8 @@
 """What the store wants done: values that the mover runs and answers.
 
-Jobs for the SSD writer (WriteJob, DeleteJob, RememberJob) take effect in the order in which they
-were made. A job's `copy` is the store's own handle; the mover reads its extent and hands it back.
+`shard` says on which SSD directory. Jobs for a shard's writer (all but LoadJob) take effect in the
+order in which they were made. A job's `copy` is the store's own handle; the mover reads its extent
+and hands it back.
 """
 
 from __future__ import annotations
@@ -9,17 +10,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtier.index import HostCopy
-from kvtier.tier.base import BlockMeta, NamespaceRow
+from kvtier.tier.base import BlockMeta, NamespaceRow, Restamp
 from kvtier.types import BlockHash, Loss
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadJob:
-    """Read a block from the SSD into copy.extent; answered by store.reads.loaded()."""
+    """Read a block from the SSD into copy.extent; answered by store.reads.loaded().
 
+    If it takes too long, store.reads.late() comes first: nobody waits for it any more, but it
+    still owns its extent.
+    """
+
+    shard: int
+    segment: int
     copy: HostCopy
     hash: BlockHash
     size_bytes: int
+    stored_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +38,7 @@ class WriteJob:
         urgent: Somebody waits for it, or will soon: it may compete with the engine for a core.
     """
 
+    shard: int
     id: int
     copy: HostCopy
     meta: BlockMeta
@@ -40,8 +49,14 @@ class WriteJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeleteJob:
-    """Forget a block on the SSD; answered by store.tiers.deleted()."""
+    """Forget a block on the SSD; answered by store.tiers.deleted().
 
+    Attributes:
+        segment: Where it is; None if its write has no answer yet.
+    """
+
+    shard: int
+    segment: int | None
     hash: BlockHash
     stored_bytes: int
 
@@ -50,7 +65,25 @@ class DeleteJob:
 class RememberJob:
     """Keep a namespace's spec and generation on the SSD; needs no answer."""
 
+    shard: int
     row: NamespaceRow
 
 
-Job = LoadJob | WriteJob | DeleteJob | RememberJob
+@dataclass(frozen=True, slots=True, eq=False)
+class RestampJob:
+    """Keep the recency of some blocks on the SSD; needs no answer, and may be lost."""
+
+    shard: int
+    restamps: tuple[Restamp, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RetireJob:
+    """Give up a segment whose blocks nobody can hit any more; needs no answer."""
+
+    shard: int
+    segment: int
+    damaged: bool
+
+
+Job = LoadJob | WriteJob | DeleteJob | RememberJob | RestampJob | RetireJob

@@ -1,12 +1,15 @@
 """The contract of a tier that keeps blocks on a medium of its own (SSD now, remote later).
 
 A tier holds bytes and reports; it never decides what to hold, and nothing here runs on the event
-loop. Who calls what:
+loop. It is made of *segments*, numbered parts that come and go as a whole (for the SSD, LMDB
+environments of a fixed size); a block lives in one of them. Who calls what:
 
-    prepare     any thread; pure                        (codec executor)
-    commit      one thread, always the same one         (the tier's writer)
-    read_into   any number of threads at once           (reader executor)
-    open, close exclusive
+    prepare                 any thread; pure                  (codec executor)
+    write, discard          any number of threads at once     (write executor)
+    commit, excess, retire,
+    reopen                  one thread, always the same one   (the tier's writer)
+    read_into, scrub        any number of threads at once     (reader executor)
+    open, scan, close       exclusive
 
 Every implementation passes tests/contract/test_tier.py.
 """
@@ -14,10 +17,15 @@ Every implementation passes tests/contract/test_tier.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.codec.base import Bytes
+from kvtier.errors import TierError
 from kvtier.types import BlockHash, Loss, NamespaceDigest, NamespaceSpec
 
 
@@ -31,7 +39,8 @@ class BlockMeta:
         depth: Blocks before it in its chain.
         namespace: Digest of its namespace.
         generation: The namespace's generation it was stored under.
-        stamp: Its recency (policy/base.py) when it was written.
+        stamp: Its recency (policy/base.py) when it was written, or as commit() updated it.
+        born_s: When its bytes were stored, in whole seconds since 1970: retention counts from it.
     """
 
     hash: BlockHash
@@ -40,32 +49,39 @@ class BlockMeta:
     namespace: NamespaceDigest
     generation: int
     stamp: int
+    born_s: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """One row of a warm tier, as scan() yields it.
+STORED_BLOCK = np.dtype(
+    [
+        ("hash", "V32"),
+        ("parent", "V32"),  # Zeros for a first block.
+        ("namespace", "V32"),
+        ("generation", "<u8"),
+        ("stamp", "<i8"),
+        ("stored_bytes", "<u8"),
+        ("depth", "<u4"),
+        ("born_s", "<u4"),
+        ("segment", "<u2"),
+        ("loss", "u1"),
+    ]
+)
+"""A row of a warm tier, as scan() yields it: packed, because a million of them must start in
+seconds. Fields as in BlockMeta; `segment` holds the block, in `stored_bytes` of form `loss`."""
 
-    Attributes:
-        meta: Its identity.
-        stored_bytes: Bytes of its stored form.
-        loss: Loss of its stored form.
-    """
-
-    meta: BlockMeta
-    stored_bytes: int
-    loss: Loss
+StoredBlocks = npt.NDArray[np.void]
+"""(blocks,) STORED_BLOCK."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedBlock:
-    """A block in its stored form, ready to commit.
+    """A block in its stored form, ready to write.
 
     Attributes:
         meta: Its identity.
         size_bytes: Length of the block itself.
         payload: (stored bytes,) uint8; may be a view of the source, which the caller keeps still
-            until commit returns.
+            until write returns.
         codec_id: Codec of the payload.
         codec_version: Version of the payload's form.
         loss: Loss of the payload.
@@ -79,6 +95,30 @@ class PreparedBlock:
     codec_version: int
     loss: Loss
     checksum: bytes
+
+
+class Piece(NamedTuple):
+    """A run of a segment's bytes."""
+
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenBlock:
+    """A block whose payload is on the medium, in room that no block has; commit() names it.
+
+    Attributes:
+        block: What was written; its payload may be gone by now.
+        stored_bytes: Length of the payload.
+        segment: Where it is.
+        pieces: And where in there, in the payload's order.
+    """
+
+    block: PreparedBlock
+    stored_bytes: int
+    segment: int
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +135,64 @@ class TierUsage:
     """Exact accounting of a tier after a commit.
 
     Attributes:
-        used_bytes: Bytes of the medium in use: payloads, their padding, dead neighbours in a
-            shared value, metadata.
+        used_bytes: Room that committed blocks have, rounded up to whole pages.
         live_bytes: Stored bytes of the blocks that can be read.
-        limit_bytes: used_bytes stays at or below this for the next commit to be sure to fit;
-            the store evicts ahead of it. Below the capacity by what copy-on-write needs.
+        limit_bytes: As long as used_bytes, and what is on its way beside it, stay at or below
+            this, writes fit; the store evicts ahead of it. Below the capacity by the tier's own
+            tables and by the batches under way, whose deletes give their room back only with
+            their commit.
         blocks: Blocks that can be read.
+        written_bytes: Bytes that commits have written to the medium since the tier was created,
+            as far as the tier knows: payloads, padding and tables.
     """
 
     used_bytes: int
     live_bytes: int
     limit_bytes: int
     blocks: int
+    written_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """A block to forget.
+
+    Attributes:
+        hash: Its name.
+        segment: Where it is; None if it was decided before the write had an answer: the tier
+            looks everywhere.
+    """
+
+    hash: BlockHash
+    segment: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Restamp:
+    """A block's recency as it is now, for the next start."""
+
+    hash: BlockHash
+    segment: int
+    stamp: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scrubbed:
+    """One block that scrub() read.
+
+    Attributes:
+        position: Where to go on.
+        meta: Whose bytes; None if there was no block left to read, or its row does not parse.
+        segment: Where it is.
+        stored_bytes: Bytes read from the medium.
+        error: What is wrong with it; None if nothing is.
+    """
+
+    position: bytes
+    meta: BlockMeta | None
+    segment: int
+    stored_bytes: int
+    error: TierError | None
 
 
 class BlockTier(ABC):
@@ -114,11 +200,14 @@ class BlockTier(ABC):
 
     @abstractmethod
     def namespaces(self) -> Sequence[NamespaceRow]:
-        """Namespaces the tier remembers."""
+        """Namespaces the tier remembers, each once, in its latest generation."""
 
     @abstractmethod
-    def scan(self) -> Iterator[StoredBlock]:
-        """Yield every readable block; reads metadata only. Call before the first commit."""
+    def scan(self) -> StoredBlocks:
+        """Every readable block, in no order; reads metadata only. Call before the first commit.
+
+        A block may be there twice, in two segments, after a crash; one of the two must go.
+        """
 
     @abstractmethod
     def usage(self) -> TierUsage:
@@ -137,30 +226,52 @@ class BlockTier(ABC):
         """
 
     @abstractmethod
-    def commit(
-        self,
-        *,
-        deletes: Sequence[BlockHash] = (),
-        writes: Sequence[PreparedBlock] = (),
-        namespaces: Sequence[NamespaceRow] = (),
-    ) -> TierUsage:
-        """Apply one batch atomically: deletes, then namespaces, then writes (one group commit).
+    def write(self, block: PreparedBlock) -> WrittenBlock:
+        """Put a payload on the medium, in room that no committed or written block has.
 
-        Deleting an absent block is harmless; writing a present one replaces it; no block is in
-        `writes` twice. When it returns, the batch survives `kill -9` of this process, and a power
-        cut if the tier is `full` durable.
+        Until commit() names it nobody can read it, and it does not outlive the process. Blocks;
+        several threads at once reach the medium's full bandwidth.
 
         Raises:
-            TierFull: no room; nothing of the batch was applied.
-            TierUnavailable: the medium failed; nothing of the batch is promised.
+            TierFull: no room, or the medium has less free than it must keep.
+            SegmentDamaged: a segment's own tables are broken.
+            TierUnavailable: the medium failed.
         """
 
     @abstractmethod
-    def read_into(self, key: BlockHash, out: Bytes) -> int:
+    def discard(self, written: WrittenBlock) -> None:
+        """Give back the room of a block that will not be committed."""
+
+    @abstractmethod
+    def commit(
+        self,
+        *,
+        deletes: Sequence[Deletion] = (),
+        writes: Sequence[WrittenBlock] = (),
+        namespaces: Sequence[NamespaceRow] = (),
+        restamps: Sequence[Restamp] = (),
+    ) -> TierUsage:
+        """Apply one batch: deletes and restamps, then namespaces, then writes (one group commit).
+
+        Deleting or restamping an absent block is harmless; a written block that is present in
+        the same segment replaces that one; no block is in `writes` twice. When it returns, the
+        batch survives `kill -9` of this process, and a power cut if the tier is `full` durable.
+        After an error no block of `writes` can be read, its room is given back, and of the rest
+        some may have been applied.
+
+        Raises:
+            TierFull: the medium has no room for the tables.
+            SegmentDamaged: a segment's own tables are broken.
+            TierUnavailable: the medium failed.
+        """
+
+    @abstractmethod
+    def read_into(self, key: BlockHash, segment: int, out: Bytes) -> int:
         """Read, verify and decode one block into `out`, all of it or raise.
 
         Args:
             key: A committed block that no commit deletes meanwhile.
+            segment: Where it is.
             out: (block bytes,) uint8; undefined after an error.
 
         Returns:
@@ -168,7 +279,50 @@ class BlockTier(ABC):
 
         Raises:
             CorruptBlock: absent, short, checksum or codec mismatch.
+            SegmentDamaged: the segment's own tables are broken.
             TierUnavailable: the medium failed.
+        """
+
+    @abstractmethod
+    def scrub(self, position: bytes) -> Scrubbed:
+        """Read and verify the block behind `position` (b"": the first) of an endless round.
+
+        Raises:
+            SegmentDamaged: a segment's own tables are broken.
+            TierUnavailable: the medium failed.
+        """
+
+    @abstractmethod
+    def excess(self) -> int | None:
+        """The coldest segment if the medium has no room for all of them any more, else None.
+
+        Others may have filled it, so that less is free than the tier must keep.
+
+        Raises:
+            TierUnavailable: the medium failed.
+        """
+
+    @abstractmethod
+    def retire(self, segment: int, *, damaged: bool) -> TierUsage:
+        """Give a segment and all its blocks up; an absent one is harmless.
+
+        A damaged one is set aside for inspection, as long as the capacity has room for it. Reads
+        of it that are under way may fail. A later commit may start a new, empty segment under
+        another number.
+
+        Raises:
+            TierUnavailable: the medium failed.
+        """
+
+    @abstractmethod
+    def reopen(self) -> Sequence[int]:
+        """Try to work again after TierUnavailable; no read is under way.
+
+        Returns:
+            Segments that are what they were; all others are gone or start empty.
+
+        Raises:
+            KvtierError: the medium still fails, or is another one.
         """
 
     @abstractmethod
