@@ -28,6 +28,7 @@ from pydantic import (
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
@@ -41,6 +42,8 @@ from kvtier.types import WritePolicy
 ENV_PREFIX = "KVTIER_"
 FILE_ENV = "KVTIER_CONFIG"
 """Names the TOML file where no --config does."""
+_UNITS = {"_bytes": "bytes", "_bytes_per_s": "bytes/s", "_s": "seconds"}
+"""What settings' names end in; the first that fits counts."""
 
 
 def _size(value: object) -> object:
@@ -51,8 +54,27 @@ def _directory(value: object) -> object:
     return Path(value).expanduser().absolute() if isinstance(value, str | Path) else value
 
 
-def _optional_directory(value: object) -> object:
-    return None if value == "" else _directory(value)
+def _directories(value: object) -> object:
+    """A list, or its text form: comma-separated. A directory's name can't have a comma."""
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",")] if value.strip() else []
+    if not isinstance(value, list | tuple):
+        return value
+    if "" in value:
+        raise ValueError("a name is empty: write DIR or DIR,DIR")
+    return tuple(_directory(part) for part in value)
+
+
+def _each_once(directories: tuple[Path, ...]) -> tuple[Path, ...]:
+    seen: set[Path] = set()
+    for path in directories:
+        if "," in str(path):
+            raise ValueError(f"{path}: a directory's name can't have a comma")
+        # Resolved: two names of one directory would be one disk that two shards think is theirs.
+        if path.resolve() in seen:
+            raise ValueError(f"{path} is there twice")
+        seen.add(path.resolve())
+    return directories
 
 
 def _at_least(limit_bytes: int) -> AfterValidator:
@@ -70,6 +92,9 @@ Buffer = Annotated[int, BeforeValidator(_size), _at_least(1 << 20)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Directory = Annotated[Path, BeforeValidator(_directory)]
+Directories = Annotated[
+    tuple[Path, ...], NoDecode, BeforeValidator(_directories), AfterValidator(_each_once)
+]
 
 
 def _default_arena_dir(validated: dict[str, Any]) -> Path:
@@ -109,13 +134,18 @@ class Settings(BaseSettings):
         description="Directory on tmpfs for the arena; daemon and engines see it at one path.",
         json_schema_extra=_shown("/dev/shm/kvtier-UID-ADDRESSHASH"),
     )
-    ssd_directory: Annotated[Path | None, BeforeValidator(_optional_directory)] = Field(
-        default=None,
-        description="Directory on an SSD for the SSD tier. Empty: no SSD tier.",
+    ssd_directories: Directories = Field(
+        default=(),
+        description="Directories for the SSD tier, one an SSD: a list, or text with commas "
+        "between them. Blocks are striped over them. Empty: no SSD tier.",
     )
     ssd_capacity_bytes: Capacity = Field(
         default=16 << 30,
-        description="Most that the SSD directory may occupy. At least 16 MiB.",
+        description="Most that each SSD directory may occupy. At least 16 MiB.",
+    )
+    ssd_min_free_bytes: SizeBytes = Field(
+        default=1 << 30,
+        description="Least that the file system of an SSD directory keeps free, whoever fills it.",
     )
     ssd_codec: Literal["raw", "lossless"] = Field(
         default="lossless",
@@ -132,7 +162,12 @@ class Settings(BaseSettings):
         "leaves RAM. through: at once. on_evict: before it leaves RAM. second_touch: lazy, but "
         "only once it is used again.",
     )
-    ssd_read_threads: Count = Field(default=4, description="Reads from the SSD at the same time.")
+    ssd_read_threads: Count = Field(
+        default=4, description="Reads from each SSD directory at the same time."
+    )
+    ssd_write_threads: Count = Field(
+        default=4, description="Writes to each SSD directory at the same time."
+    )
     ssd_batch_bytes: Buffer = Field(
         default=32 << 20,
         description="Most that one SSD commit carries. At least 1 MiB, at most an eighth of "
@@ -140,8 +175,32 @@ class Settings(BaseSettings):
     )
     write_queue_bytes: Buffer = Field(
         default=256 << 20,
-        description="Most that waits for the SSD; beyond it, blocks leave RAM unwritten. "
+        description="Most that waits for the SSDs; beyond it, blocks leave RAM unwritten. "
         "At least ssd_batch_bytes.",
+    )
+    ssd_load_timeout_s: Seconds = Field(
+        default=2.0,
+        description="Time for one read, write or commit. Then a load is a miss, and the SSD "
+        "directory gets no work until it answers.",
+    )
+    ssd_scrub_bytes_per_s: SizeBytes = Field(
+        default=4 << 20,
+        description="How fast stored blocks are read and checked in each SSD directory while it "
+        "has no loads. 0: not at all.",
+    )
+    ssd_daily_write_bytes: SizeBytes = Field(
+        default=0,
+        description="Most that is written to all SSD directories together in a day; when it runs "
+        "short, only blocks used twice are written, then none. 0: unlimited.",
+    )
+    ssd_rated_write_bytes: SizeBytes = Field(
+        default=0,
+        description="Bytes that the makers of the SSDs rate them for, all together (TBW), for "
+        "the estimate of their lifetime. 0: unknown.",
+    )
+    max_age_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.0,
+        description="Oldest that a block may get, in every namespace. 0: no limit.",
     )
     idle_write_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=0.2,
@@ -330,22 +389,27 @@ def flag_name(field: str) -> str:
 
 def unit(name: str) -> str:
     """The unit that a setting's name ends in, or ""."""
-    if name.endswith("_bytes"):
-        return "bytes"
-    return "seconds" if name.endswith("_s") else ""
+    for suffix, name_of_unit in _UNITS.items():
+        if name.endswith(suffix):
+            return name_of_unit
+    return ""
 
 
 def value_text(name: str, value: object) -> str:
     """A setting's value as people read it and load() takes it."""
-    if isinstance(value, int) and unit(name) == "bytes":
+    if isinstance(value, int) and "bytes" in unit(name):
         return exact_size(value)
     if isinstance(value, float):
         return repr(value).removesuffix(".0")
-    return "" if value is None else str(value)
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value)
 
 
 def toml_value(name: str, value: object) -> str:
     """A setting's value as TOML writes it; load() reads it back as the same value."""
+    if isinstance(value, tuple):
+        return json.dumps([str(part) for part in value], ensure_ascii=False)
     text = value_text(name, value)
-    is_number = isinstance(value, int | float) and (unit(name) != "bytes" or text.isdigit())
+    is_number = isinstance(value, int | float) and ("bytes" not in unit(name) or text.isdigit())
     return text if is_number else json.dumps(text, ensure_ascii=False)

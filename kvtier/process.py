@@ -24,7 +24,8 @@ class DaemonProcess:
 
     Attributes:
         address: Where it listens; the same after a restart.
-        ssd_directory: Its SSD tier's home; survives kill() and restart().
+        ssd_directory: Its SSD tier's home, unless the settings name others; survives kill() and
+            start().
     """
 
     def __init__(self, directory: Path, *, ssd: bool = True, **settings: object) -> None:
@@ -48,7 +49,7 @@ class DaemonProcess:
         values: dict[str, object] = {
             "address": self.address,
             "arena_dir": self._arena,
-            "ssd_directory": self.ssd_directory if ssd else "",
+            "ssd_directories": self.ssd_directory if ssd else "",
             "metrics_address": "",
             **settings,
         }

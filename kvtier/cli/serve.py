@@ -12,7 +12,7 @@ import typer
 from kvtier.config import FILE_ENV, Loaded, env_name, flag_name, load, toml_value
 from kvtier.config_docs import document
 
-_METAVARS = {"bytes": "SIZE", "seconds": "SECONDS", "": "TEXT"}
+_METAVARS = {"bytes": "SIZE", "bytes/s": "SIZE", "seconds": "SECONDS", "": "TEXT"}
 
 
 def with_settings(command: Callable[[Loaded], None]) -> Callable[..., None]:
@@ -62,7 +62,10 @@ def _parameter(name: str, annotation: Any, *, flag: str, **option: Any) -> inspe
 
 
 def serve(loaded: Loaded) -> None:
-    """Run the daemon until SIGTERM or ctrl-c."""
+    """Run the daemon until SIGTERM or ctrl-c.
+
+    SIGHUP makes it try SSD directories that failed again at once.
+    """
     from kvtier.daemon import server
 
     server.serve(loaded.settings)

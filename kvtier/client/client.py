@@ -38,6 +38,11 @@ ACQUIRE_TIMEOUT_S = 0.05
 RESERVE_TIMEOUT_S = 0.1
 RETRY_FIRST_S = 0.05
 RETRY_LONGEST_S = 1.0
+_NO_BLOCKS = {
+    pb.REASON_NONE: MissReason.NOT_CACHED,
+    pb.REASON_SLOW: MissReason.SLOW,
+}
+"""Why Acquire granted nothing; any other reason is a lack of room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,7 @@ class Client:
         self._shared_memory = shared_memory
         self._calls = Calls(raise_errors=raise_errors)
         self._acquire_timeout_s = acquire_timeout_s
+        self._max_age_s: dict[NamespaceSpec, int] = {}
         self._start()
         _clients.add(self)
 
@@ -180,6 +186,7 @@ class Client:
         request_id: bytes = b"",
         ttl_s: float = 0.0,
         allowed_loss: Loss = Loss.EXACT,
+        prefill_tokens_per_s: float = 0.0,
     ) -> ReadLease:
         """Lease the longest cached prefix; its loads start.
 
@@ -189,6 +196,8 @@ class Client:
             request_id: Makes a repeated call answer the same lease.
             ttl_s: Life of the lease; 0 means the daemon's default.
             allowed_loss: What the stored form may have lost.
+            prefill_tokens_per_s: How fast the engine would compute what it does not get; what
+                loads slower than that is not granted. 0: unknown, all of it is.
         """
         if not hashes:
             return ReadLease(self._calls, None, pb.AcquireResponse())
@@ -201,12 +210,12 @@ class Client:
                 request_id=request_id,
                 ttl_ms=round(ttl_s * 1000),
                 allowed_loss=allowed_loss.value,  # type: ignore[arg-type]
+                prefill_tokens_per_s=prefill_tokens_per_s,
             )
             call = attachment.stub.Acquire
             answer = self._calls.call(attachment, call, request, self._acquire_timeout_s)
             if not answer.blocks:
-                full = answer.reason != pb.REASON_NONE
-                self._calls.count_miss(MissReason.FULL if full else MissReason.NOT_CACHED)
+                self._calls.count_miss(_NO_BLOCKS.get(answer.reason, MissReason.FULL))
             return ReadLease(self._calls, attachment if answer.lease_id else None, answer)
         return ReadLease(self._calls, None, pb.AcquireResponse())
 
@@ -344,6 +353,24 @@ class Client:
 
     # Administration
 
+    def open_namespace(self, spec: NamespaceSpec, *, max_age_s: int = 0) -> bool:
+        """Make a namespace known; every other call does so by itself, without an age.
+
+        Args:
+            spec: The namespace.
+            max_age_s: Blocks older than this are misses and go. The shortest wish of all clients
+                holds; this client repeats its own after a restart of the daemon. 0: no wish.
+
+        Returns:
+            Whether the daemon knows it now.
+        """
+        self._max_age_s[spec] = max_age_s
+        with self._calls.failing_open():
+            self._require().opened.pop(spec, None)
+            self._namespace(spec)
+            return True
+        return False
+
     def pin(
         self, spec: NamespaceSpec, hashes: Sequence[BlockHash], *, ttl_s: float
     ) -> tuple[bytes, int]:
@@ -418,7 +445,10 @@ class Client:
         if digest is None:
             digest = namespace_digest(spec)
             request = pb.OpenNamespaceRequest(
-                session_id=attachment.session_id, digest=digest, spec=canonical_spec(spec)
+                session_id=attachment.session_id,
+                digest=digest,
+                spec=canonical_spec(spec),
+                max_age_s=self._max_age_s.get(spec, 0),
             )
             self._calls.call(attachment, attachment.stub.OpenNamespace, request, CALL_TIMEOUT_S)
             attachment.opened[spec] = digest

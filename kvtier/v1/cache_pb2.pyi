@@ -28,6 +28,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_LEASES: _ClassVar[Reason]
     REASON_TOO_LARGE: _ClassVar[Reason]
     REASON_DRAINING: _ClassVar[Reason]
+    REASON_SLOW: _ClassVar[Reason]
 TIER_UNSPECIFIED: Tier
 TIER_HBM: Tier
 TIER_HOST: Tier
@@ -41,6 +42,7 @@ REASON_ORPHAN: Reason
 REASON_LEASES: Reason
 REASON_TOO_LARGE: Reason
 REASON_DRAINING: Reason
+REASON_SLOW: Reason
 
 class SessionRequest(_message.Message):
     __slots__ = ("hello", "heartbeat")
@@ -95,14 +97,16 @@ class Welcome(_message.Message):
     def __init__(self, wire_version: _Optional[int] = ..., session_id: _Optional[bytes] = ..., epoch: _Optional[bytes] = ..., arena_path: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., session_timeout_ms: _Optional[int] = ..., lock_dir: _Optional[str] = ...) -> None: ...
 
 class OpenNamespaceRequest(_message.Message):
-    __slots__ = ("session_id", "digest", "spec")
+    __slots__ = ("session_id", "digest", "spec", "max_age_s")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
+    MAX_AGE_S_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     digest: bytes
     spec: bytes
-    def __init__(self, session_id: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., spec: _Optional[bytes] = ...) -> None: ...
+    max_age_s: int
+    def __init__(self, session_id: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., spec: _Optional[bytes] = ..., max_age_s: _Optional[int] = ...) -> None: ...
 
 class OpenNamespaceResponse(_message.Message):
     __slots__ = ("generation", "block_bytes")
@@ -135,20 +139,22 @@ class LookupResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., host_blocks: _Optional[int] = ..., ssd_blocks: _Optional[int] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("session_id", "namespace", "hashes", "request_id", "ttl_ms", "allowed_loss")
+    __slots__ = ("session_id", "namespace", "hashes", "request_id", "ttl_ms", "allowed_loss", "prefill_tokens_per_s")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     ALLOWED_LOSS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     namespace: bytes
     hashes: bytes
     request_id: bytes
     ttl_ms: int
     allowed_loss: Loss
-    def __init__(self, session_id: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., request_id: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., allowed_loss: _Optional[_Union[Loss, str]] = ...) -> None: ...
+    prefill_tokens_per_s: float
+    def __init__(self, session_id: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., request_id: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., allowed_loss: _Optional[_Union[Loss, str]] = ..., prefill_tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
     __slots__ = ("lease_id", "blocks", "ready_blocks", "ssd_blocks", "block_bytes", "offsets", "slot", "slot_generation", "reason")
@@ -393,7 +399,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("version", "epoch", "uptime_s", "tiers", "sessions", "read_leases", "write_leases", "pins", "pinned_bytes", "quarantined_bytes", "namespaces", "counters")
+    __slots__ = ("version", "epoch", "uptime_s", "tiers", "sessions", "read_leases", "write_leases", "pins", "pinned_bytes", "quarantined_bytes", "namespaces", "counters", "shards", "ssd_wear")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -413,6 +419,8 @@ class StatsResponse(_message.Message):
     QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    SSD_WEAR_FIELD_NUMBER: _ClassVar[int]
     version: str
     epoch: bytes
     uptime_s: float
@@ -425,7 +433,9 @@ class StatsResponse(_message.Message):
     quarantined_bytes: int
     namespaces: int
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[bytes] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[int] = ..., read_leases: _Optional[int] = ..., write_leases: _Optional[int] = ..., pins: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., namespaces: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    shards: _containers.RepeatedCompositeFieldContainer[ShardStats]
+    ssd_wear: SsdWear
+    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[bytes] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[int] = ..., read_leases: _Optional[int] = ..., write_leases: _Optional[int] = ..., pins: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., namespaces: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., shards: _Optional[_Iterable[_Union[ShardStats, _Mapping]]] = ..., ssd_wear: _Optional[_Union[SsdWear, _Mapping]] = ...) -> None: ...
 
 class TierStats(_message.Message):
     __slots__ = ("tier", "capacity_bytes", "used_bytes", "blocks", "healthy")
@@ -440,3 +450,35 @@ class TierStats(_message.Message):
     blocks: int
     healthy: bool
     def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., healthy: bool = ...) -> None: ...
+
+class ShardStats(_message.Message):
+    __slots__ = ("directory", "online", "capacity_bytes", "used_bytes", "blocks", "queued_bytes", "written_bytes", "read_bytes_per_s")
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    ONLINE_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    directory: str
+    online: bool
+    capacity_bytes: int
+    used_bytes: int
+    blocks: int
+    queued_bytes: int
+    written_bytes: int
+    read_bytes_per_s: float
+    def __init__(self, directory: _Optional[str] = ..., online: bool = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., read_bytes_per_s: _Optional[float] = ...) -> None: ...
+
+class SsdWear(_message.Message):
+    __slots__ = ("written_today_bytes", "budget_level", "lifetime_days", "written_per_served_byte")
+    WRITTEN_TODAY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    LIFETIME_DAYS_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_PER_SERVED_BYTE_FIELD_NUMBER: _ClassVar[int]
+    written_today_bytes: int
+    budget_level: float
+    lifetime_days: float
+    written_per_served_byte: float
+    def __init__(self, written_today_bytes: _Optional[int] = ..., budget_level: _Optional[float] = ..., lifetime_days: _Optional[float] = ..., written_per_served_byte: _Optional[float] = ...) -> None: ...

@@ -157,7 +157,8 @@ class CacheServicer(object):
     def Acquire(self, request, context):
         """Longest cached prefix, pinned under a read lease, with the extents of all its blocks; touches
         them and starts loading those that are only on a slower tier. Answers at once: the prefix is
-        shortened to what fits now, and never waits for another lease. Zero blocks is a miss and makes
+        shortened to what fits now and, where the caller says how fast it computes, to what loads faster
+        than it computes; and never waits for another lease. Zero blocks is a miss and makes
         no lease. Idempotent: the same request_id of the same group answers the same live lease
         (FAILED_PRECONDITION if the hashes differ). Default deadline 50 ms.
         """

@@ -192,7 +192,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_config_prints_a_file_that_gives_the_same_settings(tmp_path: Path, capsys: Output) -> None:
     arguments = ["--address", f"unix:{tmp_path}/x.sock", "--lease-ttl-s", "1.25"]
-    assert main.run(["config", *arguments, "--ssd-directory", str(tmp_path / "s")]) == 0
+    assert main.run(["config", *arguments, "--ssd-directories", f"{tmp_path}/s,/t"]) == 0
     first = capsys.readouterr().out
     assert "lease_ttl_s = 1.25  # flag\n" in first
     assert 'host_capacity_bytes = "1GiB"  # default\n' in first

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvtier.config import Settings, env_name, flag_name, load, toml_value
+from kvtier.config import Settings, env_name, flag_name, load, toml_value, unit
 from kvtier.config_docs import document, example_toml, markdown_table
 from kvtier.errors import ConfigError
 from kvtier.sizes import parse_size
@@ -50,9 +50,9 @@ class TestPrecedence:
         }
 
     def test_an_empty_value_overrides_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("KVTIER_SSD_DIRECTORY", "/somewhere")
-        assert load().settings.ssd_directory == Path("/somewhere")
-        assert load({"ssd_directory": ""}).settings.ssd_directory is None
+        monkeypatch.setenv("KVTIER_SSD_DIRECTORIES", "/somewhere")
+        assert load().settings.ssd_directories == (Path("/somewhere"),)
+        assert load({"ssd_directories": ""}).settings.ssd_directories == ()
 
     def test_settings_made_directly_ignore_the_environment(
         self, monkeypatch: pytest.MonkeyPatch
@@ -108,6 +108,11 @@ class TestValues:
             ("ssd_capacity_bytes", "0", "at least 16MiB"),
             ("ssd_codec", "zip", "--ssd-codec=zip: Input should be 'raw' or 'lossless'"),
             ("ssd_read_threads", "0", "greater than or equal to 1"),
+            ("ssd_directories", "/a,,/b", "--ssd-directories=/a,,/b: a name is empty"),
+            ("ssd_directories", "/a,/b,/x/../a", "/x/../a is there twice"),
+            ("ssd_scrub_bytes_per_s", "fast", "'fast' is not a size"),
+            ("ssd_load_timeout_s", "0", "greater than 0"),
+            ("max_age_s", "-1", "greater than or equal to 0"),
             ("lease_ttl_s", "0", "greater than 0"),
             ("lease_ttl_s", "inf", "finite"),
             ("idle_write_after_s", "nan", "finite"),
@@ -129,6 +134,9 @@ class TestValues:
             ("host_capacity_bytes = 1.5", "host_capacity_bytes=1.5"),
             ("host_capacity_bytes = -5", "at least 16MiB"),
             ("max_sessions =", "is not TOML"),
+            ('ssd_directories = ["/a", ""]', "a name is empty"),
+            ('ssd_directories = ["/a,b"]', "/a,b: a directory's name can't have a comma"),
+            ("ssd_directories = 7", "ssd_directories=7"),
         ],
     )
     def test_wrong_types_in_the_file(self, tmp_path: Path, given_text: str, message: str) -> None:
@@ -180,10 +188,23 @@ class TestValues:
 
     def test_directories_become_absolute(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOME", "/home/somebody")
-        assert load({"ssd_directory": "~/cache"}).settings.ssd_directory == Path(
-            "/home/somebody/cache"
+        assert load({"ssd_directories": "~/cache, b"}).settings.ssd_directories == (
+            Path("/home/somebody/cache"),
+            Path.cwd() / "b",
         )
         assert load({"arena_dir": "arena"}).settings.arena_dir == Path.cwd() / "arena"
+
+    @pytest.mark.parametrize("text", ['"/a,/b"', '["/a", "/b"]'])
+    def test_a_list_of_directories(self, tmp_path: Path, text: str) -> None:
+        path = tmp_path / "kvtier.toml"
+        path.write_text(f"ssd_directories = {text}")
+        assert load(file=path).settings.ssd_directories == (Path("/a"), Path("/b"))
+
+    def test_one_directory_under_two_names(self, tmp_path: Path) -> None:
+        (tmp_path / "a").mkdir()
+        (tmp_path / "b").symlink_to("a")
+        with pytest.raises(ConfigError, match="b is there twice"):
+            load({"ssd_directories": f"{tmp_path}/a,{tmp_path}/b"})
 
     def test_settings_do_not_change(self) -> None:
         settings = Settings()
@@ -197,7 +218,7 @@ class TestDocumentation:
 
     def test_durations_carry_their_unit(self) -> None:
         for name, field in Settings.model_fields.items():
-            assert (field.annotation is float) == name.endswith("_s")
+            assert (field.annotation is float) == (unit(name) == "seconds"), name
 
     def test_readme_has_this_table(self) -> None:
         text = (ROOT / "README.md").read_text()
@@ -229,6 +250,17 @@ class TestDocumentation:
             assert tomllib.loads(f"x = {toml_value(name, value)}")["x"] == value
         read = tomllib.loads(f"x = {toml_value('host_capacity_bytes', size_bytes)}")["x"]
         assert parse_size(read) == size_bytes
+
+    def test_lists_survive_toml(self) -> None:
+        value = (Path("/a b"), Path('/"c"'))
+        text = toml_value("ssd_directories", value)
+        assert tomllib.loads(f"x = {text}")["x"] == ["/a b", '/"c"']
+
+    def test_units_are_what_names_end_in(self) -> None:
+        assert unit("ssd_batch_bytes") == "bytes"
+        assert unit("ssd_scrub_bytes_per_s") == "bytes/s"
+        assert unit("max_age_s") == "seconds"
+        assert unit("address") == ""
 
     def test_names_are_made_from_the_field(self) -> None:
         assert env_name("lease_ttl_s") == "KVTIER_LEASE_TTL_S"
