@@ -55,8 +55,8 @@ class Replay:
             control=control,
             epoch=EPOCH,
             host_policy=policy(),
-            ssd_policy=policy() if ssd_blocks else None,
-            ssd_usage=self._usage() if ssd_blocks else None,
+            ssd_policies=[policy()] if ssd_blocks else [],
+            ssd_usages=[self._usage()] if ssd_blocks else [],
         )
         component = Component("block", "uint8", (BLOCK_BYTES,))
         spec = NamespaceSpec("replay", "trace", (component,))
@@ -104,11 +104,13 @@ class Replay:
                 self.store.reads.loaded(job, BLOCK_BYTES, None)
             elif isinstance(job, WriteJob):
                 self._stored[job.meta.hash] = BLOCK_BYTES
-                tiers.ssd_committed(self._usage())
-                tiers.written(job, 0.0, stored_bytes=BLOCK_BYTES, loss=Loss.EXACT, error=None)
+                tiers.ssd_committed(job.shard, self._usage())
+                tiers.written(
+                    job, 0.0, stored_bytes=BLOCK_BYTES, segment=0, loss=Loss.EXACT, error=None
+                )
             elif isinstance(job, DeleteJob):
                 self._stored.pop(job.hash, None)
-                tiers.ssd_committed(self._usage())
+                tiers.ssd_committed(job.shard, self._usage())
                 tiers.deleted(job)
 
     def _usage(self) -> TierUsage:

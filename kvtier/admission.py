@@ -1,6 +1,6 @@
 """Which blocks are worth a write to the SSD, and when: the write policies.
 
-Pure: answers questions of residency.py, knows hashes only. By replay (bench/replay.py) writing back
+Pure: answers questions of shards.py, knows hashes only. By replay (bench/replay.py) writing back
 beats writing through on hits and on bytes written; second touch writes least and hits least.
 """
 
@@ -23,17 +23,27 @@ class When(enum.Enum):
 
 
 class Admission:
-    """One write policy and what it remembers."""
+    """One write policy and what it remembers.
+
+    Attributes:
+        tight: The endurance budget runs short: second touch, whatever the policy.
+    """
 
     def __init__(self, policy: WritePolicy) -> None:
+        self.tight = False
         self._policy = policy
         self._ghosts: dict[BlockHash, None] = {}
 
+    @property
+    def policy(self) -> WritePolicy:
+        """The policy in effect."""
+        return WritePolicy.SECOND_TOUCH if self.tight else self._policy
+
     def stored(self, key: BlockHash) -> When:
         """When to write a block that has just been stored in RAM."""
-        if self._policy is WritePolicy.THROUGH:
+        if self.policy is WritePolicy.THROUGH:
             return When.NOW
-        if self._policy is WritePolicy.LAZY:
+        if self.policy is WritePolicy.LAZY:
             return When.LATER
         if key in self._ghosts:  # Stored again after it left: used twice.
             del self._ghosts[key]
@@ -43,11 +53,11 @@ class Admission:
     @property
     def use_marks(self) -> bool:
         """True if a use of an unwritten block makes it worth a write."""
-        return self._policy is WritePolicy.SECOND_TOUCH
+        return self.policy is WritePolicy.SECOND_TOUCH
 
     def admits(self, *, marked: bool) -> bool:
         """Whether to write an unwritten block that leaves RAM; `marked`: by stored() or a use."""
-        return self._policy is not WritePolicy.SECOND_TOUCH or marked
+        return self.policy is not WritePolicy.SECOND_TOUCH or marked
 
     def skipped(self, key: BlockHash) -> None:
         """A block that admits() refused has left RAM."""

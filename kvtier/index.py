@@ -35,6 +35,25 @@ class SsdState(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
+class Place:
+    """Where on the SSD blocks are: one object a segment, which all blocks in it know.
+
+    Attributes:
+        shard: Number of the directory.
+        segment: Number of the segment there; None for blocks that are being written.
+        online: Its blocks can be read now. Taking a million blocks out is one assignment.
+    """
+
+    shard: int
+    segment: int | None
+    online: bool = True
+
+
+NOWHERE = Place(shard=0, segment=None, online=False)
+"""The place of a block that is not on the SSD."""
+
+
+@dataclass(slots=True, eq=False)
 class HostCopy:
     """A block's bytes in the arena.
 
@@ -63,6 +82,8 @@ class Block:
         depth: Blocks before it.
         stamp: Recency, the same for all tiers (policy/base.py).
         allowed_loss: What its storing client lets lossy codecs do to it.
+        born_s: When its bytes were stored, in whole seconds since 1970.
+        place: Where on the SSD it is, or is going to.
         ssd_job: The write job whose completion counts; others are out of date.
         children: Linked blocks that have this one as parent.
         linked: In its namespace's table, or on its way out of a retired one.
@@ -74,8 +95,10 @@ class Block:
     depth: int
     stamp: int
     allowed_loss: Loss = Loss.EXACT
+    born_s: int = 0
     host: HostCopy | None = None
     ssd: SsdState = SsdState.ABSENT
+    place: Place = NOWHERE
     ssd_bytes: int = 0
     ssd_loss: Loss = Loss.EXACT
     ssd_job: int = 0
@@ -84,10 +107,17 @@ class Block:
 
     def hit(self, allowed_loss: Loss) -> bool:
         """True if some copy can serve a request that allows this loss."""
+        if self.born_s < self.namespace.oldest_s:
+            return False
         copy = self.host
         if copy is not None:
             return copy.state is not HostState.WRITING and copy.loss <= allowed_loss
-        return self.ssd is SsdState.STORED and self.ssd_loss <= allowed_loss
+        return self.stored and self.ssd_loss <= allowed_loss
+
+    @property
+    def stored(self) -> bool:
+        """True if it can be read from the SSD now."""
+        return self.place.online and self.ssd is SsdState.STORED
 
     @property
     def listed(self) -> bool:
@@ -106,7 +136,9 @@ class Namespace:
 
     Attributes:
         size_bytes: Bytes of one block.
-        remembered: The SSD tier has it, or has a job to.
+        max_age_s: Blocks older than this are not hit; 0 for none.
+        oldest_s: Blocks born before are not hit, in seconds since 1970; moves with the clock.
+        remembered: Shards that have it, or have a job to.
     """
 
     digest: NamespaceDigest
@@ -114,7 +146,9 @@ class Namespace:
     generation: int
     size_bytes: int
     blocks: dict[BlockHash, Block] = field(default_factory=dict)
-    remembered: bool = False
+    max_age_s: int = 0
+    oldest_s: int = 0
+    remembered: set[int] = field(default_factory=set)
 
 
 class BlockIndex:

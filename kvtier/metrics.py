@@ -31,9 +31,18 @@ class Counters:
     ssd_evicted_bytes: int = 0
     demotions_shed_blocks: int = 0
     skipped_by_admission_blocks: int = 0
+    declined_blocks: int = 0
+    expired_blocks: int = 0
     ssd_read_blocks: int = 0
     ssd_read_bytes: int = 0
     ssd_read_seconds: float = 0.0
+    ssd_served_bytes: int = 0
+    late_loads: int = 0
+    load_predicted_seconds: float = 0.0
+    load_actual_seconds: float = 0.0
+    load_prediction_error_seconds: float = 0.0
+    scrubbed_blocks: int = 0
+    scrubbed_bytes: int = 0
     ssd_written_blocks: int = 0
     ssd_written_bytes: int = 0
     ssd_write_seconds: float = 0.0
@@ -42,3 +51,4 @@ class Counters:
     namespaces_dropped: int = 0
     dropped_blocks: int = 0
     load_failed_blocks: dict[str, int] = field(default_factory=dict)
+    corrupt_blocks: dict[str, int] = field(default_factory=dict)

@@ -2,7 +2,8 @@
 
     lookup           the longest cached prefix, no side effect
     acquire          -> pin what is in RAM, reserve extents for what is only on the SSD, LoadJobs
-    loaded           <- the mover: the lease's ready count moves on, in the control page
+    loaded, late     <- the mover: the lease's ready count moves on, in the control page
+    measured         <- the mover: how fast the SSD is, so that only what pays is loaded
     release          -> the slot's generation moves on, then the extents may be reused
     pin, unpin       the same without a session
 
@@ -18,10 +19,11 @@ from dataclasses import dataclass
 from kvtier.arena import LEASE_SLOTS, ControlPage
 from kvtier.errors import LeaseState, TierError, UnknownLease
 from kvtier.extents import Extent, aligned
-from kvtier.index import Block, HostCopy, HostState, Namespace, SsdState
+from kvtier.index import Block, HostCopy, HostState, Namespace
 from kvtier.jobs import LoadJob
 from kvtier.leases import LeaseTable, Pin, ReadLease
 from kvtier.metrics import Counters
+from kvtier.speed import ReadSpeed
 from kvtier.tiers import Tiers
 from kvtier.types import BlockHash, GroupId, Loss, Refusal
 
@@ -74,7 +76,7 @@ class Reads:
         on_host = sum(block.host is not None for block in prefix)
         return Prefix(on_host, len(prefix) - on_host)
 
-    def acquire(
+    def acquire(  # noqa: PLR0913 - the fields of the request
         self,
         namespace: Namespace,
         hashes: Sequence[BlockHash],
@@ -84,8 +86,12 @@ class Reads:
         ttl_s: float = 0.0,
         request_id: bytes = b"",
         allowed_loss: Loss = Loss.EXACT,
+        prefill_tokens_per_s: float = 0.0,
     ) -> tuple[ReadLease | None, Refusal]:
-        """Lease the longest cached prefix, shortened to what has room; touch it; load the rest.
+        """Lease the longest cached prefix, shortened to what pays and has room; touch it; load it.
+
+        What pays: blocks on the SSD are loaded only as far as that is predicted to be faster than
+        computing them at `prefill_tokens_per_s`; 0 for all of them.
 
         Raises:
             LeaseState: the request id has a live lease on other hashes.
@@ -97,8 +103,13 @@ class Reads:
             return lease, Refusal.NONE
         prefix = self._hits(namespace, hashes, allowed_loss)
         refusal = Refusal.NONE if self._slots else Refusal.LEASES
+        paying = self._paying(prefix, prefill_tokens_per_s)
+        if paying < len(prefix):
+            declined = sum(block.host is None for block in prefix[paying:])
+            self._counters.declined_blocks += declined
+            prefix, refusal = prefix[:paying], Refusal.SLOW
         copies, on_ssd = self._grant(prefix, now_s) if self._slots else ([], 0)
-        if len(copies) < len(prefix) and refusal is Refusal.NONE:
+        if len(copies) < len(prefix) and refusal in (Refusal.NONE, Refusal.SLOW):
             refusal = Refusal.FULL
         self._count_acquire(namespace, len(hashes), len(copies), on_ssd)
         if not copies:
@@ -139,6 +150,40 @@ class Reads:
             behind = block
         return prefix
 
+    def _paying(self, prefix: list[Block], prefill_tokens_per_s: float) -> int:
+        """How much of a prefix to load: where loading it and computing the rest ends soonest.
+
+        A block behind one that is not loaded must be computed, too, wherever it is.
+        """
+        ssd = self._tiers.ssd
+        if ssd is None or not prefill_tokens_per_s or all(b.host is not None for b in prefix):
+            return len(prefix)
+        compute_s = prefix[0].namespace.spec.block_tokens / prefill_tokens_per_s
+        load_bytes = [0] * len(ssd.shards)
+        load_s = 0.0
+        best, best_s = 0, len(prefix) * compute_s
+        for count, block in enumerate(prefix, start=1):
+            if block.host is None:
+                number = block.place.shard
+                load_bytes[number] += block.ssd_bytes
+                load_s = max(load_s, ssd.shards[number].speed.load_s(load_bytes[number]))
+            total_s = load_s + (len(prefix) - count) * compute_s
+            if total_s <= best_s:
+                best, best_s = count, total_s
+        return best
+
+    def measured(self, shard: int, stored_bytes: int, busy_s: float) -> None:
+        """So fast were a shard's reads just now; the next predictions follow."""
+        ssd = self._tiers.ssd
+        assert ssd is not None
+        speed, counters = ssd.shards[shard].speed, self._counters
+        if speed.bytes_per_s and stored_bytes:
+            predicted_s = stored_bytes / speed.bytes_per_s
+            counters.load_predicted_seconds += predicted_s
+            counters.load_actual_seconds += busy_s
+            counters.load_prediction_error_seconds += abs(predicted_s - busy_s)
+        speed.measured(stored_bytes, busy_s)
+
     def _grant(self, prefix: list[Block], now_s: float) -> tuple[list[HostCopy], int]:
         """Pin a prefix, reserving extents for what is on the SSD only, as far as there is room."""
         host = self._tiers.host
@@ -158,7 +203,7 @@ class Reads:
                     extent = host.allocate(block.namespace.size_bytes, evictions)
                     if extent is None:
                         break
-                    if block.ssd is not SsdState.STORED:
+                    if not block.stored:
                         host.extents.free(extent)
                         break  # Making room, for it or for those before, cost it its only copy.
                     known = self._load(block, extent)
@@ -189,8 +234,16 @@ class Reads:
         self._tiers.host.pin(copy)  # The job's, until loaded(): a pread can't be called back.
         self._tiers.host.pin(copy)  # The lease's.
         self._loading[copy] = []
-        self._loads.append(LoadJob(copy, block.hash, block.namespace.size_bytes))
+        place, size_bytes, stored_bytes = block.place, block.namespace.size_bytes, block.ssd_bytes
+        assert place.segment is not None
+        self._speed(place.shard).loading_bytes += stored_bytes
+        job = LoadJob(place.shard, place.segment, copy, block.hash, size_bytes, stored_bytes)
+        self._loads.append(job)
         return copy
+
+    def _speed(self, shard: int) -> ReadSpeed:
+        assert self._tiers.ssd is not None
+        return self._tiers.ssd.shards[shard].speed
 
     def take_jobs(self) -> list[LoadJob]:
         """What is to be read from the SSD now, in order."""
@@ -201,26 +254,46 @@ class Reads:
         """A load job is over. After an error the block is gone from the SSD: a miss.
 
         The load of a block that was dropped meanwhile fails, too: the medium may have had another
-        block of this hash by then.
+        block of this hash by then. So does one that was late.
         """
         copy, block = job.copy, job.copy.block
         waiting = self._loading.pop(copy)
+        self._speed(job.shard).loading_bytes -= job.stored_bytes
         valid = error is None and copy.current and block.listed
         if valid:
             self._tiers.host.make_ready(copy)
             self._counters.ssd_read_blocks += 1
             self._counters.ssd_read_bytes += stored_bytes
+            self._counters.ssd_served_bytes += job.size_bytes
         else:
             reason = "Dropped" if error is None else type(error).__name__
             failed = self._counters.load_failed_blocks
             failed[reason] = failed.get(reason, 0) + 1
-            if copy.current:
+            if copy.current and block.place.online:
                 self._tiers.drop(block)
+            elif copy.current:  # The whole shard is out, and comes back with the block.
+                self._tiers.host.detach(block)
         self._tiers.host.unpin(copy)
+        self._shorten(waiting, None if valid else copy)
+
+    def late(self, job: LoadJob) -> None:
+        """A load takes too long: its leases end before it, and nobody waits for it any more.
+
+        Its extent stays the job's, because the read may still write there, until loaded().
+        """
+        copy = job.copy
+        self._counters.late_loads += 1
+        if copy.current:
+            self._tiers.host.detach(copy.block)
+        self._shorten(self._loading[copy], copy)
+        self._loading[copy] = []
+
+    def _shorten(self, waiting: list[ReadLease], missing: HostCopy | None) -> None:
+        """Show leases how far they are, now that a copy of theirs is there, or will not be."""
         for lease in waiting:
             if self._leases.find(lease.id, lease.group) is lease:
-                if not valid:
-                    lease.usable = min(lease.usable, lease.copies.index(copy))
+                if missing is not None:
+                    lease.usable = min(lease.usable, lease.copies.index(missing))
                 self._advance(lease)
 
     def _advance(self, lease: ReadLease) -> None:

@@ -17,12 +17,13 @@ jobs, a restart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from kvtier.admission import Admission
 from kvtier.arena import ControlPage
+from kvtier.endurance import WriteBudget
 from kvtier.errors import CapacityError, NamespaceMismatch
 from kvtier.index import Block, BlockIndex, HostState, Namespace, SsdState
 from kvtier.jobs import Job
@@ -30,14 +31,19 @@ from kvtier.leases import LeaseTable, ReadLease, WriteLease
 from kvtier.metrics import Counters
 from kvtier.policy.base import EvictionPolicy
 from kvtier.reads import Reads
-from kvtier.residency import HostResidency, SsdResidency
-from kvtier.tier.base import NamespaceRow, StoredBlock, TierUsage
+from kvtier.residency import HostResidency
+from kvtier.restore import Restore
+from kvtier.shards import SsdResidency
+from kvtier.tier.base import NamespaceRow, StoredBlocks, TierUsage
 from kvtier.tiers import Tiers
 from kvtier.types import BlockHash, GroupId, NamespaceDigest, NamespaceSpec, WritePolicy
 from kvtier.writes import Writes
 
-REAP_BATCH_BLOCKS = 1024
-"""Blocks of dropped namespaces whose bytes are reclaimed in one go."""
+REAP_BATCH_BLOCKS = 256
+"""Blocks of dropped namespaces and lost segments that are reclaimed in one go: about 1 ms."""
+
+AGE_BATCH_BLOCKS = 2048
+"""Blocks whose age is looked at in one tick, for those of old age to be reclaimed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,9 @@ class StoreConfig:
         write_queue_bytes: Most that may be on its way to the SSD; beyond it, demotions are shed.
         write_policy: Which blocks go to the SSD, and when.
         max_namespaces: Most namespaces open at once.
+        daily_write_bytes: Most that a day may write to the SSD (endurance.py); 0: no limit.
+        rated_write_bytes: What the SSDs may write in all, to estimate their life; 0: unknown.
+        max_age_s: Blocks older than this are not hit, in any namespace; 0: no limit.
     """
 
     host_bytes: int
@@ -61,6 +70,9 @@ class StoreConfig:
     write_queue_bytes: int = 256 << 20
     write_policy: WritePolicy = WritePolicy.LAZY
     max_namespaces: int = 1024
+    daily_write_bytes: int = 0
+    rated_write_bytes: int = 0
+    max_age_s: int = 0
 
 
 class TieredStore:
@@ -82,8 +94,8 @@ class TieredStore:
         control: ControlPage,
         epoch: bytes,
         host_policy: EvictionPolicy[Block],
-        ssd_policy: EvictionPolicy[Block] | None = None,
-        ssd_usage: TierUsage | None = None,
+        ssd_policies: Sequence[EvictionPolicy[Block]] = (),
+        ssd_usages: Sequence[TierUsage] = (),
     ) -> None:
         """Start empty; restore() brings the SSD's blocks back.
 
@@ -92,23 +104,23 @@ class TieredStore:
             control: The arena's control page; its epoch is already `epoch`.
             epoch: This daemon's boot id, 16 bytes.
             host_policy: Order of leaving RAM; empty.
-            ssd_policy: Order of leaving the SSD; None for no SSD tier.
-            ssd_usage: The SSD tier's accounting at open; goes with ssd_policy.
+            ssd_policies: Order of leaving each SSD shard; empty for no SSD tier.
+            ssd_usages: Each shard's accounting at open.
         """
         self.counters = Counters()
         self.index = BlockIndex()
         host = HostResidency(self.index, host_policy, config.host_bytes, self.counters)
         ssd = None
-        if ssd_policy is not None:
-            assert ssd_usage is not None
+        if ssd_policies:
             ssd = SsdResidency(
                 self.index,
                 host,
-                ssd_policy,
-                ssd_usage,
+                ssd_policies,
+                ssd_usages,
                 config.write_queue_bytes,
                 self.counters,
                 Admission(config.write_policy),
+                WriteBudget(config.daily_write_bytes, config.rated_write_bytes),
             )
         self.tiers = Tiers(self.index, host, ssd, self.counters)
         self.leases = LeaseTable(
@@ -119,24 +131,36 @@ class TieredStore:
         self.reads = Reads(self.tiers, self.leases, control, self.counters, config.pin_limit_bytes)
         self.writes = Writes(self.index, self.tiers, self.leases, control, epoch, self.counters)
         self._max_namespaces = config.max_namespaces
+        self._max_age_s = config.max_age_s
+        self._ageing: Iterator[Block] = iter(())
 
     # Namespaces
 
-    def open_namespace(self, digest: NamespaceDigest, spec: NamespaceSpec) -> Namespace:
+    def open_namespace(
+        self, digest: NamespaceDigest, spec: NamespaceSpec, max_age_s: int = 0
+    ) -> Namespace:
         """Make a namespace known; idempotent. The caller has checked that the digest is the spec's.
+
+        Blocks of it that are older than `max_age_s` are not hit any more; 0 for no such wish. The
+        shortest wish holds, as long as the daemon lives.
 
         Raises:
             NamespaceMismatch: the digest is known with another spec.
             CapacityError: too many namespaces.
         """
         namespace = self.index.namespaces.get(digest)
-        if namespace is not None:
-            if namespace.spec != spec:
-                raise NamespaceMismatch(f"namespace {digest.hex()[:12]} is open with another spec")
-            return namespace
-        if len(self.index.namespaces) >= self._max_namespaces:
-            raise CapacityError(f"{self._max_namespaces} namespaces are open: raise max_namespaces")
-        return self.index.open(digest, spec)
+        if namespace is not None and namespace.spec != spec:
+            raise NamespaceMismatch(f"namespace {digest.hex()[:12]} is open with another spec")
+        if namespace is None:
+            if len(self.index.namespaces) >= self._max_namespaces:
+                raise CapacityError(
+                    f"{self._max_namespaces} namespaces are open: raise max_namespaces"
+                )
+            namespace = self.index.open(digest, spec)
+        wishes = [age for age in (namespace.max_age_s, max_age_s, self._max_age_s) if age]
+        namespace.max_age_s = min(wishes, default=0)
+        self._age(namespace)
+        return namespace
 
     def drop_namespace(self, namespace: Namespace) -> None:
         """Nothing stored before is hit again, in O(1); reap() reclaims the bytes."""
@@ -144,13 +168,14 @@ class TieredStore:
         self.counters.namespaces_dropped += 1
         if self.tiers.ssd is not None and namespace.remembered:
             row = NamespaceRow(namespace.digest, namespace.spec, namespace.generation)
-            self.tiers.ssd.new_generation(row)
+            self.tiers.ssd.new_generation(row, namespace.remembered)
 
     def reap(self) -> bool:
-        """Reclaim a batch of dropped namespaces' blocks. True if more is left."""
+        """Reclaim a batch of blocks of dropped namespaces and lost segments. True: more left."""
         for block in self.index.retired(REAP_BATCH_BLOCKS):
             self.tiers.drop(block)
-        return self.index.has_retired
+        lost = self.tiers.ssd is not None and self.tiers.ssd.reap(REAP_BATCH_BLOCKS)
+        return self.index.has_retired or lost
 
     def drop_blocks(self, namespace: Namespace, hashes: Sequence[BlockHash]) -> int:
         """Take blocks out of all tiers; how many had a copy."""
@@ -174,12 +199,42 @@ class TieredStore:
         self.tiers.touch(chain)
         return len(chain)
 
-    def expire(self, now_s: float) -> None:
-        """End what is past its deadline."""
+    def tick(self, now_s: float, wall_s: float) -> None:
+        """Time has passed: `now_s` on the monotonic clock, `wall_s` since 1970. Call it at start.
+
+        Ends what is past its deadline, and drops what is past its age.
+        """
+        self.tiers.wall_s = int(wall_s)
+        if self.tiers.ssd is not None:
+            self.tiers.ssd.tick(now_s)
+        for namespace in self.index.namespaces.values():
+            self._age(namespace)
+        self._drop_aged()
         for lease in self.leases.expired(now_s):
             self.counters.leases_expired += 1
             self._end(lease)
         self.reads.expire_pins(now_s)
+
+    def _age(self, namespace: Namespace) -> None:
+        if namespace.max_age_s:
+            namespace.oldest_s = self.tiers.wall_s - namespace.max_age_s
+
+    def _drop_aged(self) -> None:
+        """Look at some more blocks of the namespaces with a retention; an endless round."""
+        batch = list(islice(self._ageing, AGE_BATCH_BLOCKS))
+        for block in batch:
+            if block.held and block.born_s < block.namespace.oldest_s and block.listed:
+                writing = block.host is not None and block.host.state is HostState.WRITING
+                if not writing:  # Its bytes are about to be new.
+                    self.counters.expired_blocks += 1
+                    self.tiers.drop(block)
+        if len(batch) < AGE_BATCH_BLOCKS:
+            self._ageing = (
+                block
+                for namespace in self.index.namespaces.values()
+                if namespace.max_age_s
+                for block in list(namespace.blocks.values())
+            )
 
     def end_group(self, group: GroupId) -> None:
         """The group's last session is over: its leases end, its half-written extents wait."""
@@ -199,29 +254,16 @@ class TieredStore:
         """What the mover is to do now, in order."""
         return [*self.reads.take_jobs(), *self.tiers.take_jobs()]
 
-    def restore(self, rows: Iterable[NamespaceRow], stored: Iterable[StoredBlock]) -> None:
-        """Take over what the SSD tier remembers. Blocks of former generations and blocks without
-        their ancestors are deleted: nobody could hit them."""
-        ssd = self.tiers.ssd
-        assert ssd is not None
-        for row in rows:
-            namespace = self.index.open(row.digest, row.spec, row.generation)
-            namespace.remembered = True
-        for found in sorted(stored, key=lambda found: found.meta.depth):
-            meta = found.meta
-            home = self.index.namespaces.get(meta.namespace)
-            parent = None
-            if home is not None and meta.parent is not None:
-                parent = home.blocks.get(meta.parent)
-            if (
-                home is None
-                or home.generation != meta.generation
-                or (parent is None) != (meta.parent is None)
-            ):
-                ssd.forget(meta.hash, found.stored_bytes)
-                continue
-            block = self.index.add(home, meta.hash, parent, meta.stamp)
-            self.tiers.restore(block, found.stored_bytes, found.loss)
+    def restore(
+        self, rows: Sequence[Sequence[NamespaceRow]], stored: Sequence[StoredBlocks]
+    ) -> None:
+        """Take over what the SSD's shards remember, one entry each (restore.py). Call it once."""
+        restore = Restore(self.index, self.tiers)
+        restore.namespaces(rows)
+        restore.blocks(stored)
+        for namespace in self.index.namespaces.values():
+            namespace.max_age_s = self._max_age_s
+            self._age(namespace)
 
     # Accounting
 

@@ -7,7 +7,7 @@ Speaks of blocks, never of leases: reads.py and writes.py lease, store.py drops.
     start_demotions, write_ahead, flush
                            to the SSD before that: soon in the way, idle, asked for
     drop                   out of all tiers
-    written, deleted, ssd_committed
+    written, deleted, ssd_committed, shard_down, shard_up, retire_segment, corrupt
                            <- the mover
 
 A block leaves a tier coldest first, never while pinned, and never as the last copy while blocks
@@ -24,8 +24,9 @@ from kvtier.errors import TierError
 from kvtier.index import STAMP_STRIDE, Block, BlockIndex, HostState, Namespace, SsdState
 from kvtier.jobs import DeleteJob, Job, WriteJob
 from kvtier.metrics import Counters
-from kvtier.residency import HostResidency, SsdResidency
-from kvtier.tier.base import TierUsage
+from kvtier.residency import HostResidency
+from kvtier.shards import SsdResidency
+from kvtier.tier.base import BlockMeta, TierUsage
 from kvtier.types import BlockHash, Loss
 
 
@@ -35,6 +36,7 @@ class Tiers:
     Attributes:
         host: Blocks in RAM.
         ssd: Blocks on the SSD and on their way there; None without an SSD tier.
+        wall_s: Seconds since 1970, as of the last tick.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Tiers:
     ) -> None:
         self.host = host
         self.ssd = ssd
+        self.wall_s = 0
         self._index = index
         self._counters = counters
         self._tick = 0
@@ -98,7 +101,7 @@ class Tiers:
         admitted = ssd is not None and ssd.admits(block)
         if ssd is not None and admitted and ssd.demote(block, now_s):
             return False  # Leaves once it is written.
-        if block.children and (ssd is None or ssd.healthy):
+        if block.children and (ssd is None or not ssd.failing(block)):
             return False
         if ssd is not None:
             ssd.mark_clean(block)
@@ -159,7 +162,7 @@ class Tiers:
         durable: list[bool] = []
         for key in hashes:
             block = namespace.blocks.get(key)
-            durable.append(block is not None and block.ssd is SsdState.STORED)
+            durable.append(block is not None and block.stored)
             if self.ssd is None or block is None or block.ssd is not SsdState.ABSENT:
                 continue
             if block.host is not None and block.host.state is HostState.READY:
@@ -191,12 +194,14 @@ class Tiers:
         now_s: float,
         *,
         stored_bytes: int,
+        segment: int | None,
         loss: Loss,
         error: TierError | None,
     ) -> None:
-        """A write job is over."""
+        """A write job is over; `segment` is where the block is, None after an error."""
         assert self.ssd is not None
-        self.ssd.written(job, now_s, stored_bytes, loss, error is not None)
+        assert (segment is None) == (error is not None)
+        self.ssd.written(job, now_s, stored_bytes=stored_bytes, segment=segment, loss=loss)
         self.host.unpin(job.copy)
         self._index.prune(job.copy.block)
 
@@ -205,16 +210,55 @@ class Tiers:
         assert self.ssd is not None
         self.ssd.deleted(job)
 
-    def ssd_committed(self, usage: TierUsage) -> None:
-        """The SSD tier's accounting after a batch."""
+    def ssd_committed(self, shard: int, usage: TierUsage) -> None:
+        """A shard's accounting after a batch."""
         assert self.ssd is not None
-        self.ssd.usage = usage
+        self.ssd.shards[shard].usage = usage
+
+    # What happens to the SSD's shards
+
+    def shard_down(self, shard: int) -> None:
+        """A directory fails or hangs: its blocks are misses, others take new ones. Idempotent."""
+        assert self.ssd is not None
+        self.ssd.shards[shard].set_online(False)
+
+    def shard_resumed(self, shard: int) -> None:
+        """It only hung: nothing was lost."""
+        assert self.ssd is not None
+        self.ssd.shards[shard].set_online(True)
+
+    def shard_up(self, shard: int, segments: Sequence[int]) -> None:
+        """It was opened again; blocks outside of these segments are gone."""
+        assert self.ssd is not None
+        self.ssd.back(self.ssd.shards[shard], segments)
+
+    def retire_segment(self, shard: int, segment: int, *, damaged: bool) -> None:
+        """Give up all blocks of a segment: misses at once, reclaimed in batches. Idempotent."""
+        assert self.ssd is not None
+        if self.ssd.shards[shard].has(segment):
+            self.ssd.give_up(self.ssd.shards[shard], segment, damaged=damaged)
+
+    def corrupt(self, meta: BlockMeta, shard: int, segment: int, reason: str) -> None:
+        """The scrubber found a block's bytes wrong: it is dropped on the SSD and counted."""
+        assert self.ssd is not None
+        counts = self._counters.corrupt_blocks
+        counts[reason] = counts.get(reason, 0) + 1
+        namespace = self._index.namespaces.get(meta.namespace)
+        block = None if namespace is None else namespace.blocks.get(meta.hash)
+        if block is None or block.ssd is not SsdState.STORED:
+            return  # Dropped meanwhile.
+        if (block.place.shard, block.place.segment) != (shard, segment):
+            return  # Stored again, elsewhere.
+        loading = block.host is not None and block.host.state is HostState.LOADING
+        if loading:
+            return  # It finds out by itself.
+        self.ssd.drop(block)
+        if block.host is not None:
+            self.ssd.mark_dirty(block)  # RAM has its bytes: they are stored again.
+        self._index.prune(block)
 
     # Restart
 
-    def restore(self, block: Block, stored_bytes: int, loss: Loss) -> None:
-        """Take over a block that a former daemon stored; what is touched from now on is newer."""
-        assert self.ssd is not None
-        block.allowed_loss = loss
-        self.ssd.restore(block, stored_bytes, loss)
-        self._tick = max(self._tick, block.stamp // STAMP_STRIDE)
+    def restored(self, newest_stamp: int) -> None:
+        """What is touched from now on is newer than all that a former daemon stored."""
+        self._tick = max(self._tick, newest_stamp // STAMP_STRIDE)

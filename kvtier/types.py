@@ -182,6 +182,7 @@ class Refusal(enum.Enum):
     LEASES = enum.auto()
     TOO_LARGE = enum.auto()
     DRAINING = enum.auto()
+    SLOW = enum.auto()
 
 
 class MissReason(enum.StrEnum):
@@ -197,4 +198,5 @@ class MissReason(enum.StrEnum):
     LOAD_FAILED = "load_failed"
     FULL = "full"
     REFUSED = "refused"
+    SLOW = "slow"
     CLOSED = "closed"

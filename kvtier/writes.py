@@ -238,6 +238,7 @@ class Writes:
             if copy.current and block.listed:
                 self._counters.stored_bytes += copy.extent.size_bytes
                 block.stamp = tiers.stamp_behind(block.parent)
+                block.born_s = tiers.wall_s
                 fresh.append(block)
             host.make_ready(copy)
             host.unpin(copy)

@@ -9,7 +9,7 @@ tests/contract/test_policy.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -21,6 +21,11 @@ class EvictionPolicy(ABC, Generic[Key]):
     @abstractmethod
     def insert(self, key: Key, stamp: int) -> None:
         """Add a key that is not resident. The caller never inserts twice."""
+
+    def insert_sorted(self, keys: Sequence[Key], stamps: Sequence[int]) -> None:
+        """Add many keys, none resident, smallest stamp first: a restart's blocks."""
+        for key, stamp in zip(keys, stamps, strict=True):
+            self.insert(key, stamp)
 
     @abstractmethod
     def touch(self, keys: Sequence[Key], stamps: Sequence[int]) -> None:
@@ -37,6 +42,10 @@ class EvictionPolicy(ABC, Generic[Key]):
         The caller may remove() a key after it was yielded, and may stop early; it must close the
         iterator (exhaust it, or contextlib.closing) before any other call but remove().
         """
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Key]:
+        """Resident keys, in no order."""
 
     @abstractmethod
     def __len__(self) -> int:

@@ -1,0 +1,191 @@
+"""A warm start: the index is rebuilt from what the SSD's shards remember.
+
+A million blocks have to be there in seconds and in little memory. So which rows can be hit, and who
+is whose parent, is found on whole columns (tier/base.py); blocks are then made level by level,
+ancestors first, and share the numbers that they have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.index import Block, BlockIndex, Namespace, Place, SsdState
+from kvtier.tier.base import NamespaceRow, StoredBlocks
+from kvtier.tiers import Tiers
+from kvtier.types import Loss, NamespaceDigest
+
+Ints = npt.NDArray[np.int64]
+
+_LOSSES = {int(loss): loss for loss in Loss}
+_LEVEL_ROWS = 1 << 15
+
+
+class Restore:
+    """One warm start, into an empty index."""
+
+    def __init__(self, index: BlockIndex, tiers: Tiers) -> None:
+        assert tiers.ssd is not None
+        self._index = index
+        self._tiers = tiers
+        self._ssd = tiers.ssd
+
+    def namespaces(self, rows: Sequence[Sequence[NamespaceRow]]) -> None:
+        """Open all namespaces, each in the latest generation that any shard knows."""
+        latest: dict[NamespaceDigest, NamespaceRow] = {}
+        for row in (row for of_shard in rows for row in of_shard):
+            known = latest.get(row.digest)
+            if known is None or known.generation < row.generation:
+                latest[row.digest] = row
+        for row in latest.values():
+            self._index.open(row.digest, row.spec, row.generation)
+        for shard, of_shard in enumerate(rows):
+            for row in of_shard:
+                self._index.namespaces[row.digest].remembered.add(shard)
+                if row.generation < latest[row.digest].generation:
+                    self._ssd.new_generation(latest[row.digest], [shard])
+
+    def blocks(self, stored: Sequence[StoredBlocks]) -> None:
+        """Take over the blocks that can be hit; have all others deleted.
+
+        Those are blocks of former generations, blocks without their ancestors, and the second of
+        two that a crash left.
+        """
+        rows = np.concatenate(stored) if len(stored) > 1 else stored[0]
+        if not len(rows):
+            return
+        shards = np.repeat(np.arange(len(stored)), [len(of_shard) for of_shard in stored])
+        homes, home_of = self._homes(rows)
+        parents, usable = _parents(rows, home_of)
+        places, place_of = self._places(shards, rows)
+        for at in np.flatnonzero(~usable).tolist():
+            key, size_bytes = rows["hash"][at].tobytes(), int(rows["stored_bytes"][at])
+            self._ssd.forget(places[place_of[at]], key, size_bytes)
+        order = np.flatnonzero(usable)
+        order = order[np.argsort(rows["depth"][order])]
+        made = self._make(rows, order, parents, homes, home_of, places, place_of)
+        self._hand_over(shards[order], rows["stamp"][order], made)
+
+    def _make(
+        self,
+        rows: StoredBlocks,
+        order: Ints,
+        parents: Ints,
+        homes: list[Namespace],
+        home_of: Ints,
+        places: list[Place],
+        place_of: Ints,
+    ) -> list[Block]:
+        """Make and link the blocks of the rows in `order`, first blocks first."""
+        position = np.zeros(len(rows) + 1, np.int64)  # Of parents[] -1, the last: 0, for None.
+        position[order] = np.arange(1, len(order) + 1)
+        children = np.bincount(position[parents[order]], minlength=len(order) + 1)[1:]
+        made: list[Block | None] = [None]
+        shared: dict[int, int] = {}
+        for depth, level in _levels(rows["depth"][order]):
+            at = order[level]
+            part = rows[at]
+            keys, stamps = part["hash"].tolist(), part["stamp"].tolist()
+            sizes, births = part["stored_bytes"].tolist(), part["born_s"].tolist()
+            losses = [_LOSSES[loss] for loss in part["loss"].tolist()]
+            blocks = list(
+                map(
+                    Block,
+                    keys,
+                    map(homes.__getitem__, home_of[at].tolist()),
+                    map(made.__getitem__, position[parents[at]].tolist()),
+                    repeat(depth),
+                    stamps,
+                    losses,
+                    map(shared.setdefault, births, births),
+                    repeat(None),
+                    repeat(SsdState.STORED),
+                    map(places.__getitem__, place_of[at].tolist()),
+                    map(shared.setdefault, sizes, sizes),
+                    losses,
+                    repeat(0),
+                    children[level].tolist(),
+                )
+            )
+            made += blocks
+            numbers = np.unique(home_of[at]).tolist()
+            if len(numbers) == 1:
+                homes[numbers[0]].blocks.update(zip(keys, blocks, strict=True))
+            else:
+                for block in blocks:
+                    block.namespace.blocks[block.hash] = block
+        return [block for block in made if block is not None]
+
+    def _homes(self, rows: StoredBlocks) -> tuple[list[Namespace], Ints]:
+        """The namespaces, and of each row the number of its one; -1 for none, or a dropped one."""
+        homes = list(self._index.namespaces.values())
+        home_of = np.full(len(rows), -1)
+        for number, home in enumerate(homes):
+            mine = rows["namespace"] == np.void(home.digest)
+            home_of[mine & (rows["generation"] == home.generation)] = number
+        return homes, home_of
+
+    def _places(self, shards: Ints, rows: StoredBlocks) -> tuple[list[Place], Ints]:
+        """All places, and of each row which one it has."""
+        spots, place_of = np.unique(shards << 16 | rows["segment"], return_inverse=True)
+        places = [self._ssd.shards[spot >> 16].place(spot & 0xFFFF) for spot in spots.tolist()]
+        return places, place_of
+
+    def _hand_over(self, shards: Ints, stamps: Ints, blocks: list[Block]) -> None:
+        """Tell each shard its blocks, coldest first."""
+        for shard in self._ssd.shards:
+            mine = np.flatnonzero(shards == shard.number)
+            mine = mine[np.argsort(stamps[mine])]
+            shard.policy.insert_sorted(
+                list(map(blocks.__getitem__, mine.tolist())), stamps[mine].tolist()
+            )
+        if blocks:
+            self._tiers.restored(int(stamps.max()))
+
+
+def _parents(rows: StoredBlocks, home_of: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """Of each row its parent's number (-1: a first block), and whether it can be hit."""
+    depths = rows["depth"]
+    by_hash = _sorted_by_hash(rows)
+    hashes = rows["hash"][by_hash]
+    usable = home_of >= 0
+    usable[by_hash[1:][hashes[1:] == hashes[:-1]]] = False
+    wanted = _prefix(rows["parent"])
+    by_parent = np.argsort(wanted)  # Sorted, the search walks through memory.
+    parents = np.empty(len(rows), np.int64)
+    found = np.searchsorted(_prefix(hashes), wanted[by_parent])
+    parents[by_parent] = by_hash[np.minimum(found, len(rows) - 1)]
+    has_parent = (
+        (rows["hash"][parents] == rows["parent"])
+        & (home_of[parents] == home_of)
+        & (depths[parents] == depths.astype(np.int64) - 1)
+    )
+    first = depths == 0
+    parents[first] = -1
+    usable &= first | has_parent
+    order = np.argsort(depths)
+    for _, level in _levels(depths[order]):
+        at = order[level]
+        usable[at] &= (parents[at] < 0) | usable[parents[at]]
+    return parents, usable
+
+
+def _sorted_by_hash(rows: StoredBlocks) -> Ints:
+    """Row numbers in the order of their hashes' first bytes; whole hashes next to their equals."""
+    return np.argsort(_prefix(rows["hash"]))
+
+
+def _prefix(hashes: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
+    """The first 8 bytes of hashes: enough to find them among billions."""
+    return np.ascontiguousarray(hashes).view(np.uint64).reshape(len(hashes), -1)[:, 0]
+
+
+def _levels(sorted_depths: npt.NDArray[np.uint32]) -> Iterator[tuple[int, slice]]:
+    """Yield (depth, where it stands), in parts of a bounded size."""
+    starts = np.flatnonzero(np.diff(sorted_depths.astype(np.int64), prepend=-1)).tolist()
+    for start, end in zip(starts, [*starts[1:], len(sorted_depths)], strict=True):
+        for first in range(start, end, _LEVEL_ROWS):
+            yield int(sorted_depths[start]), slice(first, min(first + _LEVEL_ROWS, end))
