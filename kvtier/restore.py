@@ -8,7 +8,7 @@ ancestors first, and share the numbers that they have in common.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import repeat
+from itertools import pairwise, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -186,6 +186,6 @@ def _prefix(hashes: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:
 def _levels(sorted_depths: npt.NDArray[np.uint32]) -> Iterator[tuple[int, slice]]:
     """Yield (depth, where it stands), in parts of a bounded size."""
     starts = np.flatnonzero(np.diff(sorted_depths.astype(np.int64), prepend=-1)).tolist()
-    for start, end in zip(starts, [*starts[1:], len(sorted_depths)], strict=True):
+    for start, end in pairwise([*starts, len(sorted_depths)]):
         for first in range(start, end, _LEVEL_ROWS):
             yield int(sorted_depths[start]), slice(first, min(first + _LEVEL_ROWS, end))

@@ -231,7 +231,7 @@ class TieredStore:
         if len(batch) < AGE_BATCH_BLOCKS:
             self._ageing = (
                 block
-                for namespace in self.index.namespaces.values()
+                for namespace in list(self.index.namespaces.values())
                 if namespace.max_age_s
                 for block in list(namespace.blocks.values())
             )

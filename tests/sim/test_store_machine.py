@@ -43,15 +43,17 @@ class StoreMachine(RuleBasedStateMachine):
         host_pages=st.integers(6, 24),
         ssd_blocks=st.integers(1, 24),
         queue_blocks=st.integers(1, 8),
+        shards=st.sampled_from((1, 1, 2, 3)),
     )
-    def start(self, host_pages: int, ssd_blocks: int, queue_blocks: int) -> None:
+    def start(self, host_pages: int, ssd_blocks: int, queue_blocks: int, shards: int) -> None:
         self.world = World(
             StoreConfig(
                 host_bytes=host_pages * 4096,
                 pin_limit_bytes=host_pages * 4096 // 3,
-                write_queue_bytes=queue_blocks * 5_000,
+                write_queue_bytes=queue_blocks * 5_000 * shards,
             ),
-            limit_bytes=ssd_blocks * 5_000,
+            limit_bytes=ssd_blocks * 8_192,
+            shards=shards,
         )
         self.world.groups.update(GROUPS)
         for spec in SPECS:
@@ -169,8 +171,15 @@ class StoreMachine(RuleBasedStateMachine):
             self.world.serve(namespace, chain(namespace, tokens), who)
             self.world.store.tiers.write_ahead(self.world.now_s, idle=True)
             self.world.take_jobs()
-            while self.world.writer:
-                self.world.finish_write()
+            self.write_all()
+
+    def write_all(self) -> None:
+        while any(
+            writer and self.world.online(shard) for shard, writer in enumerate(self.world.writers)
+        ):
+            for which in range(self.world.shards):
+                if self.world.writer:
+                    self.world.finish_write(which=which)
 
     @precondition(lambda self: self.world.writings)
     @rule(which=WHICH)
@@ -221,8 +230,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.world.take_jobs()
         for key, says in zip(hashes, durable, strict=True):
             if says:
-                stored = self.world.medium.blocks[key]
-                assert stored[2] == self.world.current(namespace.digest, key)
+                version = self.world.current(namespace.digest, key)
+                stored = [medium.blocks.get(key) for medium in self.world.media]
+                assert any(found is not None and found[2] == version for found in stored)
 
     @rule(idle=st.booleans())
     def write_ahead(self, idle: bool) -> None:
@@ -280,8 +290,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.world.put(namespace, hashes, who)
         self.world.store.tiers.flush(namespace, hashes, self.world.now_s)
         self.world.take_jobs()
-        while self.world.writer:
-            self.world.finish_write()
+        self.write_all()
 
     @rule()
     def reap(self) -> None:
@@ -295,9 +304,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     # Time and completions
 
-    @rule(seconds=st.sampled_from((0.5, 2.0, 10.0)))
+    @rule(seconds=st.sampled_from((0.5, 2.0, 10.0, 700.0)))
     def time_passes(self, seconds: float) -> None:
         self.world.now_s += seconds
+        self.world.wall_s += seconds
         self.world.expire()
 
     @precondition(lambda self: self.world.loads)
@@ -305,12 +315,47 @@ class StoreMachine(RuleBasedStateMachine):
     def a_load_ends(self, which: int, error: TierUnavailable | None) -> None:
         self.world.finish_load(which % len(self.world.loads), error)
 
+    @precondition(lambda self: self.world.loads)
+    @rule(which=WHICH)
+    def a_load_is_late(self, which: int) -> None:
+        self.world.make_late(which % len(self.world.loads))
+
     @precondition(lambda self: self.world.writer)
-    @rule(error=FAULT, jobs=st.integers(1, 6))
-    def the_writer_works(self, error: TierUnavailable | None, jobs: int) -> None:
-        self.world.finish_write(error)
-        for _ in range(min(jobs, len(self.world.writer))):
-            self.world.finish_write()
+    @rule(error=FAULT, jobs=st.integers(1, 6), which=WHICH)
+    def the_writer_works(self, error: TierUnavailable | None, jobs: int, which: int) -> None:
+        self.world.finish_write(error, which)
+        for step in range(min(jobs, len(self.world.writer))):
+            if self.world.writer:
+                self.world.finish_write(which=which + step)
+
+    # Shards
+
+    @rule(which=WHICH, really=RARELY)
+    def a_shard_fails(self, which: int, really: bool) -> None:
+        if really:
+            self.world.fail(which % self.world.shards)
+
+    @rule(which=WHICH, loses=RARELY)
+    def a_shard_comes_back(self, which: int, loses: bool) -> None:
+        shard = which % self.world.shards
+        if not self.world.online(shard):
+            segments = sorted(set(self.world.media[shard].segments.values()))
+            lost = segments[which % len(segments)] if loses and segments else None
+            self.world.come_back(shard, lost=lost)
+
+    @rule(which=WHICH)
+    def a_shard_hangs_and_resumes(self, which: int) -> None:
+        shard = which % self.world.shards
+        if self.world.online(shard):
+            self.world.store.tiers.shard_down(shard)
+            self.world.store.tiers.shard_resumed(shard)
+
+    @rule(which=WHICH, really=RARELY)
+    def a_segment_is_given_up(self, which: int, really: bool) -> None:
+        shard = which % self.world.shards
+        segments = sorted(set(self.world.media[shard].segments.values()))
+        if really and segments:
+            self.world.retire(shard, segments[which % len(segments)])
 
     @rule()
     def the_mover_catches_up(self) -> None:
@@ -370,9 +415,12 @@ class StoreMachine(RuleBasedStateMachine):
         before = self.stored()
         self.world.restart()
         assert self.stored() == before
-        assert set(self.world.medium.blocks) >= before
+        assert self.on_media() >= before
         self.world.settle()
-        assert set(self.world.medium.blocks) == before, "an orphan stays on the medium"
+        assert self.on_media() == before, "an orphan stays on a medium"
+
+    def on_media(self) -> set[BlockHash]:
+        return {key for medium in self.world.media for key in medium.blocks}
 
     def stored(self) -> set[BlockHash]:
         return {

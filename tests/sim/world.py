@@ -5,7 +5,7 @@ readers check every byte, so a store that hands one extent to two owners is foun
 lost their lease and reads that are under way keep scribbling, as stopped processes and stuck disks
 do.
 
-The fake mover keeps the promises that the store's jobs ask for: jobs for the SSD's writer take
+The fake mover keeps the promises that the store's jobs ask for: jobs for a shard's writer take
 effect in the order they were made, and deletes and namespace rows are tried until they succeed.
 """
 
@@ -14,20 +14,20 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.arena import DATA_OFFSET, ControlPage
-from kvtier.errors import CorruptBlock, TierError
-from kvtier.extents import Extent
-from kvtier.index import Block, HostCopy, HostState, Namespace, SsdState
-from kvtier.jobs import DeleteJob, LoadJob, RememberJob, WriteJob
+from kvtier.errors import CorruptBlock, TierError, TierUnavailable
+from kvtier.extents import Extent, aligned
+from kvtier.index import Block, HostCopy, HostState, Namespace
+from kvtier.jobs import DeleteJob, LoadJob, RememberJob, RestampJob, RetireJob, WriteJob
 from kvtier.leases import ReadLease
 from kvtier.policy.lru import Lru
 from kvtier.store import StoreConfig, TieredStore
-from kvtier.tier.base import BlockMeta, NamespaceRow, StoredBlock, TierUsage
+from kvtier.tier.base import STORED_BLOCK, BlockMeta, NamespaceRow, StoredBlocks, TierUsage
 from kvtier.types import (
     BlockHash,
     Component,
@@ -40,6 +40,10 @@ from kvtier.types import (
 from kvtier.writes import Reserved
 
 Content = npt.NDArray[np.uint8]
+WriterJob = WriteJob | DeleteJob | RememberJob | RestampJob | RetireJob
+SEGMENT_WRITES = 3
+"""Blocks that the fake medium puts into one segment before it starts another."""
+
 Version = tuple[int, int]
 """Which bytes a block has: (drops of its namespace, drops of the block) before it was written."""
 
@@ -77,40 +81,73 @@ def content(key: BlockHash, version: Version, size_bytes: int) -> Content:
 
 
 class FakeMedium:
-    """FAKE SSD: a dict with a byte limit. Survives restarts of the store."""
+    """FAKE SSD shard: a dict with a byte limit. Survives restarts of the store.
+
+    Room counts in whole pages, as on the real one.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.blocks: dict[BlockHash, tuple[BlockMeta, Content, Version]] = {}
         self.losses: dict[BlockHash, Loss] = {}
+        self.segments: dict[BlockHash, int] = {}
         self.rows: dict[NamespaceDigest, NamespaceRow] = {}
+        self.puts = 0
+        self.retired: set[int] = set()
 
-    def put(self, meta: BlockMeta, data: Content, version: Version, loss: Loss) -> None:
-        """Store a block; a present one is replaced. `loss` is a label: the bytes stay exact."""
+    def put(self, meta: BlockMeta, data: Content, version: Version, loss: Loss) -> int:
+        """Store a block; a present one is replaced. `loss` is a label: the bytes stay exact.
+
+        Returns:
+            Its segment.
+        """
         assert meta.namespace in self.rows, "a block before its namespace"
         assert self.rows[meta.namespace].generation == meta.generation, "out of generation"
         self.delete(meta.hash)
+        segment = self.puts // SEGMENT_WRITES
+        while segment in self.retired:
+            self.puts += 1
+            segment = self.puts // SEGMENT_WRITES
+        self.puts += 1
         self.blocks[meta.hash] = meta, data, version
         self.losses[meta.hash] = loss
-        self.used_bytes += data.size
+        self.segments[meta.hash] = segment
+        self.used_bytes += aligned(data.size)
         assert self.used_bytes <= self.limit_bytes, "the store overfilled the SSD"
+        return segment
 
     def delete(self, key: BlockHash) -> None:
         """Forget a block; an absent one is fine."""
         if key in self.blocks:
-            self.used_bytes -= self.blocks.pop(key)[1].size
+            self.used_bytes -= aligned(self.blocks.pop(key)[1].size)
+
+    def restamp(self, key: BlockHash, stamp: int) -> None:
+        """Remember how recent a block is."""
+        if key in self.blocks:
+            meta, data, version = self.blocks[key]
+            self.blocks[key] = replace(meta, stamp=stamp), data, version
+
+    def retire(self, segment: int) -> None:
+        """Forget a segment's blocks; nothing is put there again."""
+        self.retired.add(segment)
+        for key in [key for key in self.blocks if self.segments[key] == segment]:
+            self.delete(key)
 
     def usage(self) -> TierUsage:
         """What a real tier reports after a commit."""
         return TierUsage(self.used_bytes, self.used_bytes, self.limit_bytes, len(self.blocks))
 
-    def scan(self) -> list[StoredBlock]:
+    def scan(self) -> StoredBlocks:
         """What a real tier yields at open."""
-        return [
-            StoredBlock(meta, data.size, self.losses[key])
-            for key, (meta, data, _) in self.blocks.items()
-        ]
+        rows = np.zeros(len(self.blocks), STORED_BLOCK)
+        for row, (key, (meta, data, _)) in zip(rows, self.blocks.items(), strict=True):
+            row["hash"], row["parent"] = key, meta.parent or bytes(32)
+            row["namespace"], row["generation"] = meta.namespace, meta.generation
+            row["stamp"], row["stored_bytes"] = meta.stamp, data.size
+            row["depth"], row["born_s"] = meta.depth, meta.born_s
+            row["segment"], row["loss"] = self.segments[key], self.losses[key]
+        return rows
 
 
 @dataclass(slots=True)
@@ -136,26 +173,30 @@ class Writing:
 
 @dataclass(slots=True)
 class World:
-    """The store with everything round it. Set `limit_bytes` None for a store without SSD.
+    """The store with everything round it. Set `limit_bytes` None for a store without SSD; it is
+    the limit of each of `shards` directories.
 
     Attributes:
         writings: Live write leases.
         zombies: Write leases that ended before their writer stopped writing.
         grants: Read leases ever granted, but for those whose slot moved on.
         loads: Reads under way.
-        writer: Jobs for the SSD's writer, in order.
+        late: Those that nobody waits for any more.
+        writers: Jobs for each shard's writer, in order.
         excused: Blocks that may lack while blocks behind them are held: dropped by a client,
             failed to load, never written, or given up while the SSD failed.
-        disk_failed: A write failed since the last check, or the SSD has not recovered.
+        disk_failed: A write failed since the last check, or a shard has not recovered.
     """
 
     config: StoreConfig
     limit_bytes: int | None = None
+    shards: int = 1
     now_s: float = 0.0
+    wall_s: float = 1_800_000_000.0
     boots: int = 0
     control: ControlPage = field(init=False)
     memory: Content = field(init=False)
-    medium: FakeMedium = field(init=False)
+    media: list[FakeMedium] = field(init=False)
     store: TieredStore = field(init=False)
     epoch: bytes = b""
     specs: dict[NamespaceDigest, NamespaceSpec] = field(default_factory=dict)
@@ -164,14 +205,17 @@ class World:
     zombies: list[Writing] = field(default_factory=list)
     grants: list[Grant] = field(default_factory=list)
     loads: list[LoadJob] = field(default_factory=list)
-    writer: deque[WriteJob | DeleteJob | RememberJob] = field(default_factory=deque)
+    late: set[LoadJob] = field(default_factory=set)
+    writers: list[deque[WriterJob]] = field(init=False)
     versions: dict[HostCopy, Version] = field(default_factory=dict)
     namespace_drops: dict[NamespaceDigest, int] = field(default_factory=dict)
     block_drops: dict[BlockHash, int] = field(default_factory=dict)
     drops: int = 0
-    queued: int = 0
-    applied: int = 0
-    open_drops: list[tuple[int, NamespaceDigest, BlockHash | None]] = field(default_factory=list)
+    queued: list[int] = field(init=False)
+    applied: list[int] = field(init=False)
+    open_drops: list[tuple[list[int], NamespaceDigest, BlockHash | None]] = field(
+        default_factory=list
+    )
     excused: set[BlockHash] = field(default_factory=set)
     disk_failed: bool = False
     scribble: int = 0
@@ -181,8 +225,21 @@ class World:
         self.control = ControlPage(page)
         self.control.format(DATA_OFFSET + self.config.host_bytes)
         self.memory = np.zeros(self.config.host_bytes, dtype=np.uint8)
-        self.medium = FakeMedium(self.limit_bytes or 0)
+        self.media = [FakeMedium(self.limit_bytes or 0) for _ in range(self.shards)]
+        self.writers = [deque() for _ in self.media]
+        self.queued, self.applied = [0] * self.shards, [0] * self.shards
         self.boot()
+
+    @property
+    def medium(self) -> FakeMedium:
+        """The only shard's."""
+        (medium,) = self.media
+        return medium
+
+    @property
+    def writer(self) -> list[WriterJob]:
+        """All jobs that wait for a writer, each shard's in order."""
+        return [job for writer in self.writers for job in writer]
 
     # The daemon
 
@@ -197,8 +254,8 @@ class World:
             control=self.control,
             epoch=self.epoch,
             host_policy=Lru(),
-            ssd_policy=Lru() if on_ssd else None,
-            ssd_usage=self.medium.usage() if on_ssd else None,
+            ssd_policies=[Lru() for _ in self.media] if on_ssd else [],
+            ssd_usages=[medium.usage() for medium in self.media] if on_ssd else [],
         )
         alive = self.alive()
         for record in self.control.open_writes():
@@ -207,19 +264,25 @@ class World:
             else:
                 self.control.clear_write(record.number)
         if on_ssd:
-            self.store.restore(list(self.medium.rows.values()), self.medium.scan())
+            self.store.restore(
+                [list(medium.rows.values()) for medium in self.media],
+                [medium.scan() for medium in self.media],
+            )
             self.take_jobs()
+        self.store.tick(self.now_s, self.wall_s)
 
     def restart(self) -> None:
         """kill -9 of the daemon and a new start; its clients live on."""
         self.zombies += self.writings.values()
         self.writings.clear()
-        self.writer.clear()
+        for writer in self.writers:
+            writer.clear()
         self.loads.clear()  # A dead process's preads write nothing any more.
+        self.late.clear()
         for held in self.zombies:
             self.excused.update(copy.block.hash for copy in held.copies)
         self._undo_open_drops()
-        self.applied = self.queued
+        self.applied = list(self.queued)
         self.boot()
         for digest, spec in self.specs.items():
             self.store.open_namespace(digest, spec)
@@ -227,17 +290,23 @@ class World:
     def _undo_open_drops(self) -> None:
         """Drops that were not yet on the medium need not survive; all others must."""
         undone = {digest for _, digest, key in self.open_drops if key is None}
-        for key, (meta, _, (namespace_drops, block_drops)) in self.medium.blocks.items():
-            current = self.medium.rows[meta.namespace].generation == meta.generation
+        stored = [item for medium in self.media for item in medium.blocks.items()]
+        for key, (meta, _, (namespace_drops, block_drops)) in stored:
+            current = self.generation(meta.namespace) == meta.generation
             if current and meta.namespace in undone:
                 self.namespace_drops[meta.namespace] = namespace_drops
                 self.block_drops[key] = block_drops
         for _, digest, dropped in self.open_drops:
-            if dropped in self.medium.blocks:
-                meta, _, version = self.medium.blocks[dropped]
-                if version[0] == self.namespace_drops.get(digest, 0):
-                    self.block_drops[dropped] = version[1]
+            for medium in self.media:
+                if dropped in medium.blocks:
+                    meta, _, version = medium.blocks[dropped]
+                    if version[0] == self.namespace_drops.get(digest, 0):
+                        self.block_drops[dropped] = version[1]
         self.open_drops.clear()
+
+    def generation(self, digest: NamespaceDigest) -> int:
+        """The latest generation that any medium has stored."""
+        return max(m.rows[digest].generation for m in self.media if digest in m.rows)
 
     def open(self, spec: NamespaceSpec) -> Namespace:
         """OpenNamespace."""
@@ -252,15 +321,17 @@ class World:
                 self.loads.append(job)
                 self._scribble_on(job.copy.extent)
             else:
-                self.writer.append(job)
-                self.queued += 1
+                self.writers[job.shard].append(job)
+                self.queued[job.shard] += 1
 
     def finish_load(self, at: int, error: TierError | None = None) -> None:
         """A read of the medium returns."""
         job = self.loads.pop(at)
-        stored = self.medium.blocks.get(job.hash)
-        if error is None and stored is None:
+        medium = self.media[job.shard]
+        stored = medium.blocks.get(job.hash)
+        if error is None and (stored is None or medium.segments[job.hash] != job.segment):
             error = CorruptBlock("absent")
+        self.late.discard(job)
         if error is not None:
             self._scribble_on(job.copy.extent)
             if job.copy.current:
@@ -274,38 +345,110 @@ class World:
             self.store.reads.loaded(job, job.size_bytes, None)
         self.take_jobs()
 
-    def finish_write(self, error: TierError | None = None) -> None:
-        """The SSD's writer commits its oldest job, or fails to."""
-        job = self.writer[0]
-        if error is not None and not isinstance(job, WriteJob):
+    def make_late(self, at: int) -> None:
+        """A read takes longer than anybody waits."""
+        job = self.loads[at]
+        if job not in self.late:
+            self.late.add(job)
+            if job.copy.current:
+                self.excused.add(job.hash)
+            self.store.reads.late(job)
+            self.take_jobs()
+
+    def finish_write(self, error: TierError | None = None, which: int = 0) -> None:
+        """A shard's writer commits its oldest job, or fails to."""
+        busy = [shard for shard, writer in enumerate(self.writers) if writer]
+        shard = busy[which % len(busy)]
+        writer, medium = self.writers[shard], self.media[shard]
+        job = writer[0]
+        if not self.online(shard):
+            error = TierUnavailable("it is out")
+        if error is not None and not isinstance(job, WriteJob | RestampJob):
             return  # Tried again: a lost delete would bring a dropped block back.
-        self.writer.popleft()
-        self.applied += 1
-        self.open_drops = [drop for drop in self.open_drops if drop[0] > self.applied]
-        if isinstance(job, RememberJob):
-            self.medium.rows[job.row.digest] = job.row
+        writer.popleft()
+        self.applied[shard] += 1
+        if isinstance(job, WriteJob):
+            self._finish_write(job, error)
+        elif isinstance(job, RememberJob):
+            medium.rows[job.row.digest] = job.row
         elif isinstance(job, DeleteJob):
-            self.medium.delete(job.hash)
-            self.store.tiers.ssd_committed(self.medium.usage())
+            medium.delete(job.hash)
+        elif isinstance(job, RetireJob):
+            medium.retire(job.segment)
+        elif error is None:
+            for restamp in job.restamps:
+                medium.restamp(restamp.hash, restamp.stamp)
+        self.store.tiers.ssd_committed(shard, medium.usage())
+        if isinstance(job, DeleteJob):
             self.store.tiers.deleted(job)
-        elif error is not None:
-            self.disk_failed = True
-            self.store.tiers.written(job, self.now_s, stored_bytes=0, loss=Loss.EXACT, error=error)
-        else:
-            data = self.view(job.copy.extent)[: job.size_bytes].copy()
-            version = self.versions[job.copy]
-            right = content(job.meta.hash, version, job.size_bytes)
-            assert np.array_equal(data, right), "a write job's bytes changed under it"
-            loss = job.allowed_loss
-            self.medium.put(job.meta, data, version, loss)
-            self.store.tiers.ssd_committed(self.medium.usage())
-            self.store.tiers.written(
-                job, self.now_s, stored_bytes=job.size_bytes, loss=loss, error=None
-            )
+        self._close_applied_drops()
         self.take_jobs()
+
+    def _finish_write(self, job: WriteJob, error: TierError | None) -> None:
+        medium, segment, stored_bytes = self.media[job.shard], None, 0
+        if error is not None:
+            self.disk_failed = True
+        else:
+            stored_bytes = job.size_bytes
+            data = self.view(job.copy.extent)[:stored_bytes].copy()
+            version = self.versions[job.copy]
+            right = content(job.meta.hash, version, stored_bytes)
+            assert np.array_equal(data, right), "a write job's bytes changed under it"
+            segment = medium.put(job.meta, data, version, job.allowed_loss)
+            self.store.tiers.ssd_committed(job.shard, medium.usage())
+        self.store.tiers.written(
+            job,
+            self.now_s,
+            stored_bytes=stored_bytes,
+            segment=segment,
+            loss=job.allowed_loss,
+            error=error,
+        )
+
+    # Shards
+
+    def online(self, shard: int) -> bool:
+        """Whether a shard works."""
+        ssd = self.store.tiers.ssd
+        return ssd is not None and ssd.shards[shard].online
+
+    def fail(self, shard: int) -> None:
+        """A directory goes away, with all that is under way there."""
+        self.store.tiers.shard_down(shard)
+        self.disk_failed = True
+        self.take_jobs()
+        for job in [job for job in self.loads if job.shard == shard]:
+            self.finish_load(self.loads.index(job), TierUnavailable("it went away"))
+        while self.writers[shard] and isinstance(self.writers[shard][0], WriteJob):
+            self.finish_write(which=sum(bool(w) for w in self.writers[:shard]))
+
+    def come_back(self, shard: int, *, lost: int | None) -> None:
+        """It works again, all but one segment."""
+        medium = self.media[shard]
+        segments = set(medium.segments.values()) - medium.retired - {lost}
+        if lost is not None:
+            self._excuse(shard, lost)
+            medium.retire(lost)
+        self.store.tiers.shard_up(shard, sorted(segments))
+        self.take_jobs()
+
+    def retire(self, shard: int, segment: int) -> None:
+        """A segment is damaged, or has to make room."""
+        self._excuse(shard, segment)
+        self.store.tiers.retire_segment(shard, segment, damaged=True)
+        self.take_jobs()
+
+    def _excuse(self, shard: int, segment: int) -> None:
+        medium = self.media[shard]
+        self.excused.update(key for key in medium.blocks if medium.segments[key] == segment)
+        writing = (job for job in self.writers[shard] if isinstance(job, WriteJob))
+        self.excused.update(job.meta.hash for job in writing)
 
     def settle(self) -> None:
         """All jobs end well."""
+        for shard in range(self.shards):
+            if self.limit_bytes is not None and not self.online(shard):
+                self.come_back(shard, lost=None)
         while self.loads or self.writer:
             while self.loads:
                 self.finish_load(0)
@@ -451,7 +594,7 @@ class World:
             self.drops += 1
             self.block_drops[key] = self.drops
             self.excused.add(key)
-            self.open_drops.append((self.queued, namespace.digest, key))
+            self.open_drops.append((list(self.queued), namespace.digest, key))
         self._close_applied_drops()
         return dropped
 
@@ -461,12 +604,13 @@ class World:
         self.take_jobs()
         self.drops += 1
         self.namespace_drops[namespace.digest] = self.drops
-        self.open_drops.append((self.queued, namespace.digest, None))
+        self.open_drops.append((list(self.queued), namespace.digest, None))
         self._close_applied_drops()
 
     def expire(self) -> None:
         """The daemon looks at its clock; writers past their deadline don't notice."""
-        self.store.expire(self.now_s)
+        self.store.tick(self.now_s, self.wall_s)
+        self.take_jobs()
         live = {lease.id for lease in self.store.leases}
         self._become_zombies(lambda writing: writing.lease_id not in live)
 
@@ -501,7 +645,11 @@ class World:
         self.excused.update(copy.block.hash for copy in writing.copies)
 
     def _close_applied_drops(self) -> None:
-        self.open_drops = [drop for drop in self.open_drops if drop[0] > self.applied]
+        self.open_drops = [
+            drop
+            for drop in self.open_drops
+            if any(a < q for a, q in zip(self.applied, drop[0], strict=True))
+        ]
 
     # Memory
 
@@ -528,7 +676,9 @@ class World:
         self._check_medium()
         self._check_ancestors()
         ssd = self.store.tiers.ssd
-        self.disk_failed = ssd is not None and not ssd.healthy
+        self.disk_failed = ssd is not None and not all(
+            shard.online and shard.healthy for shard in ssd.shards
+        )
 
     def _check_readers(self) -> None:
         valid: list[Grant] = []
@@ -560,15 +710,22 @@ class World:
         hits = counters.host_hit_blocks + counters.ssd_hit_blocks
         assert counters.requested_blocks == hits + counters.missed_blocks
         if ssd is not None:
-            assert 0 <= ssd.queued_bytes <= self.config.write_queue_bytes
+            for shard in ssd.shards:
+                assert shard.queued_bytes >= 0
+                assert shard.speed.loading_bytes >= 0
+            queued = [job for job in self.writer if isinstance(job, WriteJob)]
+            assert sum(job.size_bytes for job in queued) <= self.config.write_queue_bytes
+            assert ssd.queued_bytes == sum(aligned(job.size_bytes) for job in queued)
 
     def _check_medium(self) -> None:
         """Blocks that the store calls stored are on the medium, in their current version."""
         for namespace in self.store.index.namespaces.values():
             for key, block in namespace.blocks.items():
-                if block.ssd is SsdState.STORED:
-                    assert key in self.medium.blocks, "a stored block is not on the medium"
-                    version = self.medium.blocks[key][2]
+                if block.stored:
+                    medium = self.media[block.place.shard]
+                    assert key in medium.blocks, "a stored block is not on the medium"
+                    assert medium.segments[key] == block.place.segment, "it is elsewhere"
+                    version = medium.blocks[key][2]
                     assert version == self.current(namespace.digest, key), "a dropped block is back"
 
     def _check_ancestors(self) -> None:

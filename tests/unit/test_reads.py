@@ -55,9 +55,9 @@ def test_leases_that_are_never_fetched_leave_nothing_pinned() -> None:
         )
         assert lease is not None
         if number % 100 == 0:
-            world.store.expire(number / 100)
+            world.store.tick(number / 100, 0.0)
     assert world.store.tiers.host.pinned_bytes > 0
-    world.store.expire(1_000.0)
+    world.store.tick(1_000.0, 0.0)
     assert world.store.tiers.host.pinned_bytes == 0
     assert world.store.lease_counts() == (0, 0, 0)
     assert world.store.counters.leases_expired == 10_000

@@ -209,7 +209,7 @@ def test_a_failed_write_is_tried_again_later() -> None:
     world.finish_write()  # The namespace.
     world.finish_write(TierUnavailable("EIO"))
     assert world.store.tiers.ssd is not None
-    assert not world.store.tiers.ssd.healthy
+    assert not world.store.tiers.ssd.shards[0].healthy
     world.store.tiers.write_ahead(world.now_s + 1.0, idle=True)
     assert world.store.take_jobs() == []
     world.now_s += 10.0
@@ -217,4 +217,4 @@ def test_a_failed_write_is_tried_again_later() -> None:
     world.take_jobs()
     world.settle()
     assert on_ssd(world, hashes) == [True]
-    assert world.store.tiers.ssd.healthy
+    assert world.store.tiers.ssd.shards[0].healthy
