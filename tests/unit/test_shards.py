@@ -419,6 +419,8 @@ class TestEndurance:
         world.now_s += 6 * 3600
         world.expire()
         hashes = chain(world.open(SPEC), range(5_000, 5_020))
+        world.put(world.open(SPEC), hashes)  # What is in the way is written first.
+        world.settle()
         world.put(world.open(SPEC), hashes)
         write_out(world, world.open(SPEC), hashes)
         assert set(hashes) <= set(world.media[0].blocks)
