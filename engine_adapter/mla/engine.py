@@ -19,6 +19,7 @@ from engine_adapter.mla.batch import Batch
 from engine_adapter.mla.config import ModelConfig, load_config
 from engine_adapter.mla.model import Model
 from engine_adapter.mla.paged_cache import PAGE_TOKENS, PagedCache, PageTable
+from engine_adapter.mla.prefill_speed import PrefillSpeed
 from engine_adapter.mla.prefix_cache import PrefixCache, SequenceBlocks, namespace_spec
 from engine_adapter.mla.request import Completion, Request, Residency, Token
 from engine_adapter.mla.sampling import FinishReason, SamplingParams
@@ -112,6 +113,7 @@ class MlaEngine:
             self._prefixes = prefix_cache.open(self.namespace)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._prefill_speed = PrefillSpeed()
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | None = None
@@ -238,7 +240,9 @@ class MlaEngine:
             blocks = None
             if self._prefixes is not None:
                 blocks = SequenceBlocks(self._prefixes, self._cache, pages, request.token_ids)
-                request.cached_tokens = blocks.load(request.prompt_tokens)
+                request.cached_tokens = blocks.load(
+                    request.prompt_tokens, self._prefill_speed.tokens_per_s
+                )
                 request.computed = blocks.present_tokens
                 blocks.expect(self._chunk_end(request))
             request.residency = Residency(pages, PageTable.of(pages), blocks)
@@ -248,7 +252,9 @@ class MlaEngine:
         """Compute the request's next chunk, and its first token if that was the last chunk."""
         span = request.span(self._chunk_end(request) - request.computed)
         token_ids = torch.tensor(request.token_ids[span.start : span.end])
+        started_s = time.perf_counter()
         logits = self._model.forward(token_ids, Batch.of([span]), self._cache)
+        self._prefill_speed.measured(span.length, time.perf_counter() - started_s)
         request.advance(span.length)
         return [(request, self._choose(request, logits[0]))] if request.prefilled else []
 

@@ -62,8 +62,13 @@ class BlockClient(Protocol):
         spec: NamespaceSpec,
         hashes: Sequence[BlockHash],
         destinations: Sequence[Buffer],
+        *,
+        prefill_tokens_per_s: float,
     ) -> Loaded:
-        """Copy the longest cached prefix of `hashes` into the destinations."""
+        """Copy the longest cached prefix of `hashes` into the destinations.
+
+        What takes longer to load than to compute at that speed is left out; 0: nothing is.
+        """
 
     def reserve(
         self, spec: NamespaceSpec, parent: BlockHash | None, hashes: Sequence[BlockHash]
@@ -137,8 +142,12 @@ class SequenceBlocks:
         """Leading tokens whose blocks kvtier has."""
         return self._present * PAGE_TOKENS
 
-    def load(self, prompt_tokens: int) -> dict[str, int]:
+    def load(self, prompt_tokens: int, prefill_tokens_per_s: float) -> dict[str, int]:
         """Copy the longest cached prefix into the pages, leaving at least one token to compute.
+
+        Args:
+            prompt_tokens: Tokens of the prompt.
+            prefill_tokens_per_s: The engine's own speed; 0 while it is unknown.
 
         Returns:
             Tokens loaded, by tier.
@@ -147,7 +156,12 @@ class SequenceBlocks:
         if not wanted:
             return {}
         destinations = [self._cache.page_bytes(page) for page in self._pages[: len(wanted)]]
-        loaded = self._namespace.client.get(self._namespace.spec, wanted, destinations)
+        loaded = self._namespace.client.get(
+            self._namespace.spec,
+            wanted,
+            destinations,
+            prefill_tokens_per_s=prefill_tokens_per_s,
+        )
         self._present = self._offered = loaded.num_blocks
         return {
             tier.value: blocks * PAGE_TOKENS

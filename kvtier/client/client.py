@@ -226,6 +226,7 @@ class Client:
         destinations: Sequence[Bytes],
         *,
         allowed_loss: Loss = Loss.EXACT,
+        prefill_tokens_per_s: float = 0.0,
     ) -> GetResult:
         """Copy the longest cached prefix into destinations.
 
@@ -234,8 +235,11 @@ class Client:
             hashes: The prompt's block hashes, first block first.
             destinations: At least as many (spec.block_bytes,) uint8 arrays.
             allowed_loss: What the stored form may have lost.
+            prefill_tokens_per_s: As for acquire().
         """
-        with self.acquire(spec, hashes, allowed_loss=allowed_loss) as lease:
+        with self.acquire(
+            spec, hashes, allowed_loss=allowed_loss, prefill_tokens_per_s=prefill_tokens_per_s
+        ) as lease:
             done = lease.read_into(destinations)
             on_ssd = min(lease.ssd_blocks, done)
             return GetResult(done, {Tier.HOST: done - on_ssd, Tier.SSD: on_ssd})

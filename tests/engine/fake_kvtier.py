@@ -61,6 +61,7 @@ class FakeClient:
         blocks: By namespace and hash.
         puts: (parent, hashes) of every commit.
         gets: Number of hashes of every get.
+        speeds: Prefill speed told with every get.
         finished: Tail of every finish.
         dead: Every call is a miss, and a get leaves rubbish in all destinations.
         room: Most blocks that a put accepts.
@@ -70,6 +71,7 @@ class FakeClient:
     blocks: dict[tuple[NamespaceSpec, BlockHash], Buffer] = field(default_factory=dict)
     puts: list[tuple[BlockHash | None, list[BlockHash]]] = field(default_factory=list)
     gets: list[int] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)
     finished: list[BlockHash] = field(default_factory=list)
     dead: bool = False
     room: int = 1 << 30
@@ -80,9 +82,12 @@ class FakeClient:
         spec: NamespaceSpec,
         hashes: Sequence[BlockHash],
         destinations: Sequence[Buffer],
+        *,
+        prefill_tokens_per_s: float,
     ) -> FakeGetResult:
         """Copy the longest prefix; overwrite the other destinations with NaNs, as is allowed."""
         self.gets.append(len(hashes))
+        self.speeds.append(prefill_tokens_per_s)
         for destination in destinations:
             assert destination.nbytes == spec.block_bytes
             destination.fill(0xFF)

@@ -195,3 +195,13 @@ def test_stored_records_are_latent_and_interleaved_key(tiny_mla: Path, text_ids:
     )
     torch.testing.assert_close(torch.from_numpy(record[:512].copy()), latent)
     torch.testing.assert_close(torch.from_numpy(record[512:].copy()), expected[512:])
+
+
+def test_kvtier_learns_how_fast_the_engine_prefills(tiny_mla: Path, text_ids: list[int]) -> None:
+    """It declines loads that are slower; before the first chunk the engine does not know."""
+    client = FakeClient()
+    cached = cached_engine(tiny_mla, client)
+    for start in (0, 300):
+        cached.generate([text_ids[start : start + 200]], GREEDY)
+    assert client.speeds[0] == 0.0
+    assert client.speeds[1] > 0.0
