@@ -494,3 +494,71 @@ def test_write_policies_are_untouched_without_a_budget() -> None:
     world = World(config, limit_bytes=64 * PAGE)
     world.put(world.open(SPEC), chain(world.open(SPEC), range(4)))
     assert len(world.writer) == 5
+
+
+def test_a_medium_that_starts_empty_may_reuse_segment_numbers_and_gets_its_namespaces() -> None:
+    world = striped(1)
+    hashes = stored_chain(world, 10)
+    world.fail(0)
+    world.media[0] = type(world.media[0])(world.media[0].limit_bytes)
+    world.excused.update(hashes)
+    world.come_back(0, lost=None)
+    while world.store.reap():
+        world.take_jobs()
+    world.settle()
+    assert len(shards_of(world)) == 0
+    again = stored_chain(world, 10, start=100)
+    assert all(world.open(SPEC).blocks[key].stored for key in again)
+    world.check()
+
+
+def test_while_a_shard_is_out_ancestors_of_its_blocks_may_leave() -> None:
+    world = striped(2, blocks=16, ssd_blocks=10)
+    hashes = stored_chain(world, 16)
+    only_on_ssd_of(world, hashes)
+    world.fail(1)
+    for start in range(1_000, 1_300, 16):
+        newer = chain(world.open(SPEC), range(start, start + 16))
+        world.serve(world.open(SPEC), newer)
+        write_out_online(world, newer)
+    on_the_other = set(world.media[0].blocks) & set(hashes)
+    assert not on_the_other, "the coldest of a full shard can't leave"
+
+
+def only_on_ssd_of(world: World, hashes: list[BlockHash]) -> None:
+    for key in reversed(hashes):
+        world.store.tiers.host.evict(world.open(SPEC).blocks[key])
+
+
+def test_what_a_lost_segment_held_is_not_deleted_there_again() -> None:
+    world = striped(1)
+    hashes = stored_chain(world, 2)
+    world.retire(0, world.media[0].segments[hashes[1]])
+    world.settle()
+    world.store.drop_blocks(world.open(SPEC), hashes)
+    world.excused.update(hashes)
+    assert world.store.take_jobs() == []
+
+
+def test_a_dropped_block_is_not_restamped() -> None:
+    world = striped(1)
+    hashes = stored_chain(world, 2)
+    world.serve(world.open(SPEC), hashes)
+    shard = shards_of(world).shards[0]
+    assert len(shard.touched) == 2
+    world.drop_blocks(world.open(SPEC), hashes)
+    assert not shard.touched
+
+
+def test_the_budget_counts_what_the_codec_left() -> None:
+    world = striped(1)
+    namespace = world.open(SPEC)
+    hashes = chain(namespace, range(1))
+    world.put(namespace, hashes)
+    world.store.tiers.flush(namespace, hashes, world.now_s)
+    world.take_jobs()
+    world.finish_write()
+    (job,) = world.writer
+    assert shards_of(world).budget.written_today_bytes == PAGE
+    shards_of(world).written(job, 0.0, stored_bytes=1_000, segment=0, loss=job.allowed_loss)  # type: ignore[arg-type]
+    assert shards_of(world).budget.written_today_bytes == 1_000
