@@ -1,16 +1,18 @@
-"""What the benchmarks share: medians of interleaved runs, block data, output."""
+"""What the benchmarks share: medians of interleaved runs, block data, disks, output."""
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import numpy as np
 from rich.console import Console
@@ -21,6 +23,7 @@ from kvtier.hashing import block_hashes, namespace_digest, root_hash
 from kvtier.types import BlockHash, Component, NamespaceSpec, RopeSpec
 
 GB = 1e9
+DU_PAUSE_S = 0.005
 P = ParamSpec("P")
 
 
@@ -72,17 +75,106 @@ def scratch_directory(base: Path | None) -> Iterator[Path]:
         yield Path(path)
 
 
-def report(title: str, results: dict[str, float], *, as_json: bool) -> None:
+def ssd_settings(directories: Sequence[Path], capacity_bytes: int) -> dict[str, Any]:
+    """Settings of an SSD tier in these directories, of so many bytes each."""
+    return {
+        "ssd_directories": ",".join(map(str, directories)),
+        "ssd_capacity_bytes": capacity_bytes,
+    }
+
+
+def drop_page_cache(directory: Path) -> None:
+    """Make what is read from the files below `directory` come from the disk, once."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fdatasync(descriptor)  # Dirty pages would stay.
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def disk_read_bytes(path: Path) -> int | None:
+    """Bytes that the disk under `path` has delivered since boot; None if it can't be told."""
+    device = path.stat().st_dev
+    wanted = [str(os.major(device)), str(os.minor(device))]
+    for line in Path("/proc/diskstats").read_text().splitlines():
+        fields = line.split()
+        if fields[:2] == wanted:
+            return int(fields[5]) * 512
+    return None
+
+
+def disk_usage_bytes(directory: Path) -> int:
+    """What `du` says of a directory: blocks of its files and of the directories themselves."""
+    total = 0
+    pending = [directory]
+    while pending:
+        path = pending.pop()
+        try:
+            total += path.stat().st_blocks * 512
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(Path(entry.path))
+                    else:
+                        total += entry.stat(follow_symlinks=False).st_blocks * 512
+        except FileNotFoundError:
+            continue  # Gone meanwhile.
+    return total
+
+
+class DuSampler:
+    """Watches `du` of some directories in a thread of its own. Context manager.
+
+    Attributes:
+        samples: Looks so far.
+        over: Looks that found a directory above its capacity.
+        highest_bytes: The most that any directory had.
+    """
+
+    def __init__(self, directories: Sequence[Path], capacity_bytes: int) -> None:
+        """`capacity_bytes` is each directory's."""
+        self.samples = self.over = self.highest_bytes = 0
+        self._directories = directories
+        self._capacity_bytes = capacity_bytes
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="du")
+
+    def __enter__(self) -> DuSampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            for directory in self._directories:
+                used_bytes = disk_usage_bytes(directory)
+                self.samples += 1
+                self.over += used_bytes > self._capacity_bytes
+                self.highest_bytes = max(self.highest_bytes, used_bytes)
+            if self._stop.wait(DU_PAUSE_S):
+                return
+
+
+def report(title: str, results: Mapping[str, float], *, as_json: bool) -> None:
     """Print results: a table for people, or one JSON line."""
     if as_json:
-        print(json.dumps({key: round(value, 4) for key, value in results.items()}))
+        print(json.dumps({key: _rounded(value, 4) for key, value in results.items()}))
         return
     table = Table(title=title)
     table.add_column("measure")
-    table.add_column("median", justify="right")
+    table.add_column("value", justify="right")
     for key, value in results.items():
-        table.add_row(key, f"{value:.3f}")
+        table.add_row(key, str(_rounded(value, 3)))
     Console().print(table)
+
+
+def _rounded(value: float, digits: int) -> float:
+    """Truth values and whole numbers stay what they are."""
+    return value if isinstance(value, int) else round(value, digits)
 
 
 def progress(message: str) -> None:

@@ -1,20 +1,29 @@
 """How close the SSD tier comes to the disk, through the real daemon and client.
 
-    python -m bench.ssd [--json] [--runs 5] [--blocks 96] [--directory DIR]
+    python -m bench.ssd [--json] [--runs 5] [--blocks 96] [--capacity 2GiB] [--directory DIR]
 
-In one run, on one file system, interleaved, medians: one file written sequentially + fdatasync, and
-read cold by four threads; the same bytes put into RAM and flushed until the daemon says durable
-(ssd_durability = full), and loaded cold into the arena. Blocks are 4.5 MB and incompressible, the
-codec is raw; lossless is measured beside it on latent-like blocks, in logical bytes. All space was
-written before. The bytes that the disk delivered (/proc/diskstats) show that a read was cold.
+In one run, on one file system, interleaved, medians: plain files (raw_file.py) written + fdatasync
+and read cold, buffered and with O_DIRECT, by 1, 2 and 4 threads; the same number of bytes put into
+RAM and flushed until the daemon says durable (ssd_durability = full), and loaded cold into the
+arena. Blocks are 4.5 MB and incompressible, the codec is raw; lossless is measured beside it on
+latent-like blocks, in logical bytes. All space was written before. The bytes that the disk
+delivered (/proc/diskstats) show that a read was cold.
+
+    write_ratio, read_ratio   the tier's GB/s over those of the best way with plain files
+    churn_ratio               steady state over fresh, mixed sizes, put and flush (ssd_churn.py)
+    file_over_cap             whether `du` of the churned directory was ever above its capacity
+    p99_load_ms               of loads of single blocks while others are written
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
+import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,56 +31,30 @@ import numpy as np
 from bench.common import (
     GB,
     chain,
+    disk_read_bytes,
+    drop_page_cache,
     medians,
     progress,
     random_blocks,
     report,
     scratch_directory,
     seconds,
+    ssd_settings,
     v3_spec,
 )
+from bench.raw_file import RawFile
+from bench.ssd_churn import measure as measure_churn
 from kvtier.client import Client
 from kvtier.codec.base import Bytes
 from kvtier.process import DaemonProcess
+from kvtier.sizes import parse_size
 from kvtier.types import NamespaceSpec
 
-READ_THREADS = 4
-READ_BYTES = 4 << 20
 COLD_SHARE = 0.85
 FLUSH_TIMEOUT_S = 60.0
-
-
-class RawFile:
-    """The disk as a file sees it."""
-
-    def __init__(self, path: Path, blocks: list[Bytes]) -> None:
-        self._blocks = blocks
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        self._buffers = [np.zeros(READ_BYTES, dtype=np.uint8) for _ in range(READ_THREADS)]
-        self.size_bytes = sum(block.size for block in blocks)
-        self.write()
-
-    def write(self) -> None:
-        """Sequentially, then fdatasync."""
-        at = 0
-        for block in self._blocks:
-            at += os.pwrite(self._descriptor, block.data, at)
-        os.fdatasync(self._descriptor)
-
-    def drop_cache(self) -> None:
-        """Make the next read() come from the disk."""
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def read(self) -> None:
-        """All of it, by READ_THREADS threads."""
-        with ThreadPoolExecutor(READ_THREADS) as pool:
-            list(pool.map(self._read_share, range(READ_THREADS)))
-
-    def _read_share(self, thread: int) -> None:
-        buffer = self._buffers[thread].data
-        step = READ_BYTES * READ_THREADS
-        for at in range(thread * READ_BYTES, self.size_bytes, step):
-            os.preadv(self._descriptor, [buffer], at)
+LOADS = 400
+SWITCH_S = 0.0005
+"""So soon a thread that times a load gets the interpreter back from one that puts blocks."""
 
 
 class SsdTierUnderTest:
@@ -82,10 +65,11 @@ class SsdTierUnderTest:
         self._blocks = blocks
         self.spec = v3_spec(f"bench/ssd-{codec}")
         self.size_bytes = len(blocks) * self.spec.block_bytes
+        capacity_bytes = 2 * self.size_bytes + (1 << 30)
         self._daemon = DaemonProcess(
             directory,
+            **ssd_settings([directory / "ssd"], capacity_bytes),
             host_capacity_bytes=self.size_bytes + (64 << 20),
-            ssd_capacity_bytes=3 * self.size_bytes + (512 << 20),
             ssd_codec=codec,
             ssd_durability="full",
             write_queue_bytes=self.size_bytes + (64 << 20),
@@ -93,7 +77,8 @@ class SsdTierUnderTest:
         )
         self._client = self._connect()
         self._run = 0
-        for _ in range(2):  # Write the space that the timed runs reuse.
+        # Write the space that the timed runs reuse.
+        for _ in range(1 + capacity_bytes // self.size_bytes):
             self.put()
             self.flush()
             self.forget()
@@ -126,12 +111,8 @@ class SsdTierUnderTest:
     def make_cold(self) -> None:
         """Empty RAM (a new daemon) and the page cache of the store."""
         self._client.close()
-        self._daemon.kill()
-        for path in self._daemon.ssd_directory.rglob("data.mdb"):
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fdatasync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
+        self._daemon.stop()
+        drop_page_cache(self._daemon.ssd_directory)
         self._daemon.start()
         self._client = self._connect()
         self._client.lookup(self.spec, self._hashes)  # Opens the namespace.
@@ -155,17 +136,6 @@ class SsdTierUnderTest:
         """Stop the daemon."""
         self._client.close()
         self._daemon.close()
-
-
-def disk_read_bytes(path: Path) -> int | None:
-    """Bytes that the disk under `path` has delivered since boot; None if it can't be told."""
-    device = path.stat().st_dev
-    wanted = [str(os.major(device)), str(os.minor(device))]
-    for line in Path("/proc/diskstats").read_text().splitlines():
-        fields = line.split()
-        if fields[:2] == wanted:
-            return int(fields[5]) * 512
-    return None
 
 
 def cold(path: Path, expected_bytes: int, read: Callable[[], None]) -> float:
@@ -192,11 +162,15 @@ def latent_blocks(spec: NamespaceSpec, blocks: int) -> list[Bytes]:
 
 def run_once(directory: Path, raw: RawFile, tiers: dict[str, SsdTierUnderTest]) -> dict[str, float]:
     """One interleaved round."""
-    result = {"raw_write_gbps": raw.size_bytes / GB / seconds(raw.write)}
+    result = {}
+    for mode in raw.modes:
+        result[f"raw_write_{mode}_gbps"] = raw.size_bytes / GB / seconds(raw.write, mode)
     for name, tier in tiers.items():
         result[f"{name}write_gbps"] = tier.size_bytes / GB / seconds(tier.flush)
-    raw.drop_cache()
-    result["raw_read_gbps"] = raw.size_bytes / GB / cold(directory, raw.size_bytes, raw.read)
+    for mode in raw.modes:
+        raw.drop_cache()
+        taken_s = cold(directory, raw.size_bytes, partial(raw.read, mode))
+        result[f"raw_read_{mode}_gbps"] = raw.size_bytes / GB / taken_s
     for name, tier in tiers.items():
         tier.make_cold()
         expected = tier.size_bytes if name == "ssd_" else tier.size_bytes // 4
@@ -207,32 +181,54 @@ def run_once(directory: Path, raw: RawFile, tiers: dict[str, SsdTierUnderTest]) 
     return result
 
 
+def best(results: dict[str, float], prefix: str) -> float:
+    """The highest of the results whose names start so."""
+    return max(value for name, value in results.items() if name.startswith(prefix))
+
+
+def measure_transfers(directory: Path, blocks: int, runs: int) -> dict[str, float]:
+    """The tier's large writes and reads against plain files."""
+    sources = random_blocks(v3_spec("raw"), blocks, seed=1)
+    lossless = latent_blocks(v3_spec("lossless"), blocks)
+    measured = []
+    with ExitStack() as stack:
+        raw = RawFile(directory / "plain-file", sum(block.size for block in sources))
+        stack.callback(raw.close)
+        tiers: dict[str, SsdTierUnderTest] = {}
+        for name, codec, data in (
+            ("ssd_", "raw", sources),
+            ("ssd_lossless_", "lossless", lossless),
+        ):
+            progress(f"{codec}: writing all space once")
+            tiers[name] = SsdTierUnderTest(directory / codec, codec, data)
+            stack.callback(tiers[name].close)
+        for run in range(runs):
+            progress(f"run {run + 1}/{runs}")
+            measured.append(run_once(directory, raw, tiers))
+    results = medians(measured)
+    ratios = {
+        f"{way}_ratio": results[f"ssd_{way}_gbps"] / best(results, f"raw_{way}_")
+        for way in ("write", "read")
+    }
+    return ratios | results
+
+
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="one JSON line")
     parser.add_argument("--runs", type=int, default=5, help="interleaved runs (median)")
     parser.add_argument("--blocks", type=int, default=96, help="4.5 MB blocks a run")
+    parser.add_argument("--capacity", type=parse_size, default=2 << 30, help="of the churned tier")
     parser.add_argument("--directory", type=Path, help="where on the SSD; default: temporary files")
     arguments = parser.parse_args()
+    sys.setswitchinterval(SWITCH_S)
     with scratch_directory(arguments.directory) as directory:
-        blocks = random_blocks(v3_spec("raw"), arguments.blocks, seed=1)
-        raw = RawFile(directory / "raw", blocks)
-        lossless = latent_blocks(v3_spec("lossless"), arguments.blocks)
-        tiers: dict[str, SsdTierUnderTest] = {}
-        try:
-            tiers["ssd_"] = SsdTierUnderTest(directory / "raw-codec", "raw", blocks)
-            tiers["ssd_lossless_"] = SsdTierUnderTest(directory / "lossless", "lossless", lossless)
-            runs = []
-            for run in range(arguments.runs):
-                progress(f"run {run + 1}/{arguments.runs}")
-                runs.append(run_once(directory, raw, tiers))
-        finally:
-            for tier in tiers.values():
-                tier.close()
-    results = medians(runs)
-    results["write_ratio"] = results["ssd_write_gbps"] / results["raw_write_gbps"]
-    results["read_ratio"] = results["ssd_read_gbps"] / results["raw_read_gbps"]
+        home = directory / "transfers"
+        home.mkdir()
+        results = measure_transfers(home, arguments.blocks, arguments.runs)
+        shutil.rmtree(home)
+        results |= measure_churn(directory / "churn", arguments.capacity, LOADS, progress)
     report(f"SSD tier against its disk, {os.cpu_count()} cores", results, as_json=arguments.json)
 
 
