@@ -1,6 +1,6 @@
 """Who owns which bytes of a fixed range: an allocator of contiguous, aligned extents.
 
-Accounting only, no memory: the host arena and tests use it alike. Free neighbours are always
+Accounting only, no memory: the host arena and the SSD tier use it alike. Free neighbours are always
 merged, so one free extent never touches another.
 """
 
@@ -66,6 +66,26 @@ class ExtentAllocator:
             self._add_hole(start + wanted, hole - wanted)
         self.used_bytes += wanted
         return Extent(start, wanted)
+
+    def allocate_pieces(self, size_bytes: int, pieces: int) -> list[Extent] | None:
+        """Own size_bytes (rounded up) of room in at most `pieces` extents, or None.
+
+        One where a hole is large enough, else the largest holes and a best fit for the rest.
+        """
+        left_bytes = aligned(size_bytes)
+        if left_bytes > self.free_bytes:
+            return None
+        given: list[Extent] = []
+        while left_bytes and len(given) < pieces and self._sizes:
+            extent = self.allocate(min(left_bytes, self._sizes[-1]))
+            assert extent is not None
+            given.append(extent)
+            left_bytes -= extent.size_bytes
+        if left_bytes:
+            for extent in given:
+                self.free(extent)
+            return None
+        return given
 
     def free(self, extent: Extent) -> None:
         """Give back an extent that allocate() gave."""

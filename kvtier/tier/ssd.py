@@ -1,58 +1,64 @@
-"""Blocks on an SSD, in LMDB: the tree is LMDB's, the bytes are read around it.
+"""Blocks on an SSD: rows in LMDB, payloads beside them (ssd_env.py), in several environments.
 
-A read is one lookup and one preadv (ssd_env.py); its transaction stays open until the bytes are
-there, so that no commit can reuse their pages.
-
-A page is reusable only some commits after it was freed, and a large value needs pages in a row.
-So usage().limit_bytes stays below the map by a share for holes and by several batches.
+A payload is written first, on pages that nobody has; the transaction that names it comes second;
+its deletion makes the pages free, once committed. So nothing is ever copied or moved, and what the
+tier holds is known exactly. Whoever reads pages that were given away meanwhile sees a checksum that
+does not match.
 """
 
 from __future__ import annotations
 
-import mmap
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import lmdb
-import lmdb.verify
 import numpy as np
+import structlog
 
 from kvtier.codec import RAW, codec_by_id, encode_block
 from kvtier.codec.base import Bytes, Codec
 from kvtier.codec.lossless import Lossless
-from kvtier.errors import CapacityError, CorruptBlock, FormatError, TierFull, TierUnavailable
+from kvtier.errors import CorruptBlock, TierError, TierFull, TierUnavailable
 from kvtier.tier import ssd_format as fmt
 from kvtier.tier.base import (
     BlockMeta,
     BlockTier,
+    Deletion,
     NamespaceRow,
     PreparedBlock,
-    StoredBlock,
+    Restamp,
+    Scrubbed,
+    StoredBlocks,
     TierUsage,
+    WrittenBlock,
 )
-from kvtier.tier.ssd_directory import StoreDirectory
-from kvtier.tier.ssd_env import START_EMPTY, Environment
-from kvtier.types import BlockHash, Loss, NamespaceSpec
+from kvtier.tier.ssd_changes import Changes
+from kvtier.tier.ssd_directory import Mark, StoreDirectory, this_boot
+from kvtier.tier.ssd_env import Environment
+from kvtier.tier.ssd_file import BlockIo, medium_errors
+from kvtier.tier.ssd_segments import Segments, joined
+from kvtier.types import BlockHash, Loss, NamespaceDigest, NamespaceSpec
+
+log = structlog.get_logger(__name__)
 
 MAX_BATCH_BYTES = 32 << 20
-_RESERVED_BATCHES = 3
-_HOLES = 8
-"""One part in so many of the map is left to holes that no value fits."""
-_LEAST_BATCHES = 8
+STEADY_AFTER_S = 60.0
+MOST_DEATHS = 3
+"""Daemons that died in a row without running for STEADY_AFTER_S: then the trees are walked."""
+
 _LOSSLESS = Lossless()
-_NOTHING = np.empty(0, dtype=np.uint8)
+_SEGMENT_BYTES = 2
 
 
 class SsdTier(BlockTier):
     """One directory on one SSD.
 
     With durability "full" a batch is on the medium when commit() returns. With "relaxed" it
-    survives the process but not a power cut, which may cost the whole store; that is noticed at
-    the next open, and what is still readable is checked like everything else.
+    survives the process but not a power cut, which may cost the whole store; the next open notices
+    and walks the trees before it trusts them, and payloads are checked like everything else.
     """
 
     def __init__(
@@ -63,8 +69,10 @@ class SsdTier(BlockTier):
         codec: Codec,
         durability: Literal["relaxed", "full"],
         max_batch_bytes: int = MAX_BATCH_BYTES,
+        min_free_bytes: int = 0,
+        io: BlockIo | None = None,
     ) -> None:
-        """Open the store, or create it.
+        """Open the store, or create it. What is damaged in it is set aside.
 
         Args:
             directory: Its home, for one daemon at a time; created 0700.
@@ -72,74 +80,140 @@ class SsdTier(BlockTier):
             codec: Stored form of new blocks; those already there keep theirs.
             durability: When a commit is safe from a power cut.
             max_batch_bytes: The most payload one commit() may carry.
+            min_free_bytes: What the file system must keep free, whoever fills it.
+            io: What moves the payloads; the system's calls, if not given.
 
         Raises:
             AddressInUse: a live daemon owns the directory.
-            CapacityError: too small for the batches, too large for the file system, or smaller
-                than what the store already occupies.
-            FormatError: not ours, of a newer version, or damaged.
+            CapacityError: too small for the batches, or larger than the file system.
+            FormatError: of another version, or not ours.
             TierUnavailable: the medium failed.
         """
         self.directory = directory
         self.max_batch_bytes = max_batch_bytes
+        self._capacity_bytes = capacity_bytes
         self._codec = codec
-        self._scratch = threading.local()
-        map_bytes = _map_bytes(capacity_bytes, max_batch_bytes)
-        hole_bytes = map_bytes // _HOLES
-        self._limit_bytes = map_bytes - hole_bytes - _RESERVED_BATCHES * max_batch_bytes
-        with self._medium(), ExitStack() as stack:
-            home = StoreDirectory(directory)
+        self._relaxed = durability == "relaxed"
+        self._min_free_bytes = min_free_bytes
+        self._io = io or BlockIo()
+        self._known: dict[NamespaceDigest, NamespaceRow] = {}
+        self._ours: dict[bytes, int] = {}  # Identities of environments, and their numbers.
+        self._retired: set[bytes] = set()
+        self._retired_written_bytes = 0
+        self._home: StoreDirectory | None = None
+        self._open(None)
+
+    # ---- opening and closing
+
+    def _open(self, own_mark: Mark | None) -> None:
+        """Open everything; `own_mark` is ours if we had it open before."""
+        with ExitStack() as stack:
+            home = StoreDirectory(self.directory)
             stack.callback(home.close)
-            home.check_space(map_bytes)
-            if home.lost_power():
-                _verify_tree(home.env_path)
-            self._env = Environment(home.env_path, map_bytes=map_bytes, sync=durability == "full")
-            stack.callback(self._env.close)
-            self._load()
-            self._env.lmdb.sync(True)  # What an earlier, relaxed owner left in the page cache.
-            if durability == "relaxed":
-                home.mark_open()
-            else:
-                home.mark_clean()
-            stack.callback(self._finish, home)
-            self._closing = stack.pop_all()
+            segments = Segments(
+                home,
+                capacity_bytes=self._capacity_bytes,
+                batch_bytes=self.max_batch_bytes,
+                min_free_bytes=self._min_free_bytes,
+                sync=not self._relaxed,
+                io=self._io,
+            )
+            stack.callback(segments.close)
+            left = home.mark()
+            mark = own_mark or _next_mark(left, self._relaxed)
+            # A medium that failed may have lost what was written, like one that lost its power.
+            walk = own_mark is not None or mark.deaths >= MOST_DEATHS or _lost_power(left)
+            try:
+                scanned = segments.open_all(walk=walk)
+                if left is not None:
+                    segments.sync()  # What a killed, relaxed owner left in the page cache.
+                self._mark = replace(mark, deaths=0) if walk else mark
+                _leave_mark(home, segments, self._mark)
+            except TierFull as error:
+                raise TierUnavailable(str(error)) from error
+            stack.pop_all()
+        self._home, self._segments = home, segments
+        self._scanned: list[StoredBlocks] | None = scanned
+        self._opened_s = time.monotonic()
+        self._known = segments.namespaces(self._known)
+        self._usage = self._measure(segments)
 
-    def _finish(self, home: StoreDirectory) -> None:
-        self._env.lmdb.sync(True)
-        home.mark_clean()
+    def close(self) -> None:
+        if self._home is None:
+            return
+        try:
+            self._segments.sync()
+            self._home.clear_mark()
+        except TierError as error:
+            log.warning(
+                "ssd tier closed uncleanly", directory=str(self.directory), error=str(error)
+            )
+        finally:
+            self._shut()
 
-    def _load(self) -> None:
-        with self._env.lmdb.begin() as txn:
-            rows = [fmt.parse_namespace(*item) for item in txn.cursor(self._env.namespaces)]
-            (live_bytes,) = fmt.U64.unpack(txn.get(b"live_bytes", b"", db=self._env.header))
-            self._usage = self._measure(txn, live_bytes)
-            values = txn.cursor(self._env.values)
-            self._next_value = int.from_bytes(values.key(), "big") + 1 if values.last() else 0
-        self._known = {row.digest: row for row in rows}
+    def _shut(self) -> None:
+        """Close all files as they are; what is still in use follows when that is over."""
+        if self._home is not None:
+            self._ours = {env.identity: env.number for env in self._segments.open.values()}
+            self._segments.close()
+            self._home.close()
+            self._home = None
+
+    def reopen(self) -> Sequence[int]:
+        self._shut()
+        ours = self._ours
+        self._open(self._mark)
+        envs = list(self._segments.open.values())
+        if any(env.identity not in {*ours, *self._retired} for env in envs):
+            self._shut()
+            self._ours = ours
+            raise TierUnavailable(f"{self.directory}: another store is there now: restart kvtier")
+        for env in envs:
+            if env.identity in self._retired:
+                self._segments.retire(env.number, damaged=False)
+        return [env.number for env in envs if ours.get(env.identity) == env.number]
+
+    def _live(self) -> Segments:
+        if self._home is None:
+            raise TierUnavailable(f"{self.directory}: not open")
+        return self._segments
+
+    def _note_steady(self) -> None:
+        """Once we have run for a while, our death is no sign of a store that kills daemons."""
+        if self._mark.steady or time.monotonic() - self._opened_s < STEADY_AFTER_S:
+            return
+        assert self._home is not None
+        try:
+            self._home.set_mark(replace(self._mark, steady=True))
+        except TierFull:
+            return  # Later.
+        self._mark = replace(self._mark, steady=True)
 
     # ---- what is there
 
     def namespaces(self) -> Sequence[NamespaceRow]:
         return list(self._known.values())
 
-    def scan(self) -> Iterator[StoredBlock]:
-        with self._medium(), self._env.lmdb.begin() as txn:
-            for key, data in txn.cursor(self._env.rows):
-                try:
-                    row = fmt.parse_row(key, data)
-                except CorruptBlock:
-                    continue  # Not readable, so not reported.
-                yield StoredBlock(row.meta, row.stored_bytes, row.loss)
+    def scan(self) -> StoredBlocks:
+        if self._scanned is None:
+            return self._live().stored_blocks()
+        scanned, self._scanned = self._scanned, None
+        return joined(scanned)
 
     def usage(self) -> TierUsage:
-        return self._usage
+        if self._home is None:
+            return self._usage
+        # Others may have filled the file system meanwhile.
+        return replace(self._usage, limit_bytes=self._segments.limit_bytes())
 
-    def _measure(self, txn: lmdb.Transaction[Any], live_bytes: int) -> TierUsage:
+    def _measure(self, segments: Segments) -> TierUsage:
+        envs = list(segments.open.values())
         return TierUsage(
-            used_bytes=self._env.used_bytes(txn),
-            live_bytes=live_bytes,
-            limit_bytes=self._limit_bytes,
-            blocks=txn.stat(self._env.rows)["entries"],
+            used_bytes=sum(env.account.used_bytes for env in envs),
+            live_bytes=sum(env.account.live_bytes for env in envs),
+            limit_bytes=segments.limit_bytes(),
+            blocks=sum(env.account.blocks for env in envs),
+            written_bytes=sum(env.written_bytes for env in envs) + self._retired_written_bytes,
         )
 
     # ---- writing
@@ -153,87 +227,99 @@ class SsdTier(BlockTier):
         )
         return replace(unsigned, checksum=fmt.checksum(unsigned, payload))
 
+    def write(self, block: PreparedBlock) -> WrittenBlock:
+        env, pieces = self._live().place(block.payload.size, self._known.values())
+        try:
+            with medium_errors(env.path):
+                env.file.write(pieces, block.payload)
+        except BaseException:
+            env.room.give_back(pieces)
+            raise
+        finally:
+            env.release()
+        return WrittenBlock(block, block.payload.size, env.number, pieces)
+
+    def discard(self, written: WrittenBlock) -> None:
+        env = self._segments.open.get(written.segment)
+        if env is not None:
+            env.room.give_back(written.pieces)
+
     def commit(
         self,
         *,
-        deletes: Sequence[BlockHash] = (),
-        writes: Sequence[PreparedBlock] = (),
+        deletes: Sequence[Deletion] = (),
+        writes: Sequence[WrittenBlock] = (),
         namespaces: Sequence[NamespaceRow] = (),
+        restamps: Sequence[Restamp] = (),
     ) -> TierUsage:
-        assert len({block.meta.hash for block in writes}) == len(writes), "a block twice in a batch"
-        first_value = self._next_value
-        live_bytes = self._usage.live_bytes
-        with self._medium(), self._env.lmdb.begin(write=True, buffers=True) as txn:
-            for key in [*deletes, *(block.meta.hash for block in writes)]:
-                live_bytes -= self._delete(txn, key)
-            for row in namespaces:
-                txn.put(row.digest, fmt.pack_namespace(row), db=self._env.namespaces)
-            groups = fmt.share_values(writes)
-            for value_id, group in enumerate(groups, start=first_value):
-                live_bytes += self._write(txn, value_id, group)
-            txn.put(b"live_bytes", fmt.U64.pack(live_bytes), db=self._env.header)
-            usage = self._measure(txn, live_bytes)
-        self._next_value = first_value + len(groups)
-        self._known = self._known | {row.digest: row for row in namespaces}
-        self._usage = usage
-        return usage
-
-    def _delete(self, txn: lmdb.Transaction[memoryview], key: BlockHash) -> int:
-        """Forget one block, and its value with the last of those that share it."""
-        data = bytes(txn.get(key, b"", db=self._env.rows))
-        if not txn.delete(key, db=self._env.rows):
-            return 0
+        names = {written.block.meta.hash for written in writes}
+        assert len(names) == len(writes), "a block twice in a batch"
+        segments = self._live()
+        self._check_written(writes)
+        known = self._known | {row.digest: row for row in namespaces}
         try:
-            row = fmt.parse_row(key, data)
-        except CorruptBlock:
-            return 0  # Nothing tells any more which value was its: that room is lost.
-        value = fmt.value_key(row.value_id)
-        if row.shared:
-            (alive,) = fmt.U32.unpack(txn.get(value, fmt.U32.pack(1), db=self._env.shares))
-            if alive > 1:
-                txn.put(value, fmt.U32.pack(alive - 1), db=self._env.shares)
-                return row.stored_bytes
-            txn.delete(value, db=self._env.shares)
-        txn.delete(value, db=self._env.values)
-        return row.stored_bytes
+            self._note_steady()
+            if namespaces:
+                segments.make_first(known.values())
+            self._pass_on_account()
+            self._scanned = None
+            for env in segments.open.values():
+                changes = Changes(
+                    [gone.hash for gone in deletes if gone.segment in (None, env.number)],
+                    [restamp for restamp in restamps if restamp.segment == env.number],
+                    env.missing(known.values()),
+                    [written for written in writes if written.segment == env.number],
+                )
+                if changes.rows or namespaces:
+                    env.commit(changes)
+        except TierError:
+            for env in segments.open.values():
+                env.disown([written for written in writes if written.segment == env.number])
+            self._usage = self._measure(segments)
+            raise
+        self._known = known
+        self._usage = self._measure(segments)
+        return self._usage
 
-    def _write(
-        self, txn: lmdb.Transaction[memoryview], value_id: int, group: list[PreparedBlock]
-    ) -> int:
-        """Put one value and the rows of its blocks; its stored bytes."""
-        key = fmt.value_key(value_id)
-        stored_bytes = sum(block.payload.size for block in group)
-        value = group[0].payload
-        if len(group) > 1 or stored_bytes < self._env.page_bytes:
-            padding = np.zeros(max(0, self._env.page_bytes - stored_bytes), dtype=np.uint8)
-            value = np.concatenate([*(block.payload for block in group), padding])
-        offset = self._env.put_value(txn, key, value.data, self._env.values)
-        shared = len(group) > 1
-        if shared:
-            txn.put(key, fmt.U32.pack(len(group)), db=self._env.shares)
-        for block in group:
-            row = fmt.pack_row(block, value_id, offset, shared=shared)
-            txn.put(block.meta.hash, row, db=self._env.rows)
-            offset += block.payload.size
-        return stored_bytes
+    def _check_written(self, writes: Sequence[WrittenBlock]) -> None:
+        """Of before a reopen, or of a segment that was retired since, nothing is left."""
+        open_now = self._segments.open
+        for written in writes:
+            env = open_now.get(written.segment)
+            if env is None or not env.room.has_written(written.pieces):
+                for lost in writes:
+                    self.discard(lost)
+                raise TierFull(f"{self.directory}: what was written is gone; write it again")
+
+    def _pass_on_account(self) -> None:
+        """What retired segments have written is remembered by one that is there."""
+        for env in self._segments.open.values():
+            env.account.written_bytes += self._retired_written_bytes
+            self._retired_written_bytes = 0
+            return
 
     # ---- reading
 
-    def read_into(self, key: BlockHash, out: Bytes) -> int:
-        with self._medium(), self._env.lmdb.begin() as txn:
-            data = txn.get(key, db=self._env.rows)
-            if data is None:
-                raise CorruptBlock(f"block {key.hex()} is not here")
-            row = fmt.parse_row(key, data)
-            codec = codec_by_id(row.codec_id, row.codec_version)
-            spec = self._spec(row, out.size)
-            stored = out if codec is RAW else self._buffer(row.stored_bytes)
-            self._env.read(stored, row.offset)
+    def read_into(self, key: BlockHash, segment: int, out: Bytes) -> int:
+        env = self._live().open.get(segment)
+        if env is None:
+            raise CorruptBlock(f"block {key.hex()}: its segment {segment} is gone")
+        with env.held():
+            row = env.find(key)
+            self._read(env, row, out)
+        return row.stored_bytes
+
+    def _read(self, env: Environment, row: fmt.Row, out: Bytes) -> None:
+        """Read, verify and decode a block whose row was found."""
+        codec = codec_by_id(row.codec_id, row.codec_version)
+        spec = self._spec(row, out.size)
+        stored = out if codec is RAW else self._io.buffer(row.stored_bytes)
+        with medium_errors(env.path):
+            env.file.read(row.pieces, stored)
         if fmt.checksum(row, stored) != row.checksum:
-            raise CorruptBlock(f"block {key.hex()}: the checksum does not match")
+            raise CorruptBlock(f"block {row.meta.hash.hex()}: the checksum does not match")
         if codec is not RAW:
             codec.decode_into(stored, spec, out)
-        return row.stored_bytes
 
     def _spec(self, row: fmt.Row, out_bytes: int) -> NamespaceSpec:
         """The layout of the block, once its lengths agree with it."""
@@ -245,51 +331,81 @@ class SsdTier(BlockTier):
             raise CorruptBlock(f"block {row.meta.hash.hex()}: stored length {row.stored_bytes}")
         return known.spec
 
-    def _buffer(self, stored_bytes: int) -> Bytes:
-        """This thread's scratch memory; as large as the largest block it has read."""
-        buffer: Bytes = getattr(self._scratch, "buffer", _NOTHING)
-        if buffer.size < stored_bytes:
-            buffer = self._scratch.buffer = np.empty(stored_bytes, dtype=np.uint8)
-        return buffer[:stored_bytes]
+    def scrub(self, position: bytes) -> Scrubbed:
+        segment, key = position[:_SEGMENT_BYTES], position[_SEGMENT_BYTES:]
+        number = int.from_bytes(segment, "big")
+        for env in sorted(self._live().open.values(), key=lambda env: env.number):
+            if env.number < number:
+                continue
+            try:
+                with env.held():
+                    found = env.next_key(key if env.number == number else b"")
+                    if found is not None:
+                        return self._scrub(env, found)
+            except CorruptBlock:
+                continue  # It was retired meanwhile.
+        return Scrubbed(b"", None, number, 0, None)
 
-    # ---- the rest
-
-    @contextmanager
-    def _medium(self) -> Iterator[None]:
-        """The one place where errors of LMDB and the system become ours."""
+    def _scrub(self, env: Environment, key: BlockHash) -> Scrubbed:
+        position = env.number.to_bytes(_SEGMENT_BYTES, "big") + key
+        row: fmt.Row | None = None
         try:
-            yield
-        except (lmdb.MapFullError, lmdb.DiskError) as error:
-            raise TierFull(f"{self.directory}: {error}") from error
-        except (lmdb.Error, OSError) as error:
-            raise TierUnavailable(f"{self.directory}: {error}") from error
+            row = env.find(key)
+            self._read(env, row, np.empty(row.size_bytes, dtype=np.uint8))
+        except CorruptBlock as error:
+            if row is not None and not _is_still(env, row):
+                return Scrubbed(position, row.meta, env.number, row.stored_bytes, None)
+            stored_bytes = row.stored_bytes if row else 0
+            return Scrubbed(position, row.meta if row else None, env.number, stored_bytes, error)
+        return Scrubbed(position, row.meta, env.number, row.stored_bytes, None)
 
-    def close(self) -> None:
-        with self._medium():
-            self._closing.close()
+    # ---- segments
+
+    def excess(self) -> int | None:
+        segments = self._live()
+        self._note_steady()
+        if not segments.lacks_bytes():
+            return None
+        coldest = segments.coldest()
+        return None if coldest is None else coldest.number
+
+    def retire(self, segment: int, *, damaged: bool) -> TierUsage:
+        segments = self._live()
+        env = segments.open.get(segment)
+        if env is not None:
+            self._retired.add(env.identity)
+            self._retired_written_bytes += env.written_bytes
+            segments.retire(segment, damaged=damaged)
+            self._usage = self._measure(segments)
+        return self._usage
 
 
-def _map_bytes(capacity_bytes: int, max_batch_bytes: int) -> int:
-    """The data file's bound: the capacity without lock files and the file system's extent trees."""
-    least_bytes = _LEAST_BATCHES * max_batch_bytes
-    if capacity_bytes < least_bytes:
-        raise CapacityError(
-            f"ssd_capacity_bytes {capacity_bytes} is below {least_bytes}, {_LEAST_BATCHES} "
-            f"batches of {max_batch_bytes}: raise it, or lower the batch"
-        )
-    rest_bytes = capacity_bytes - (1 << 20) - (capacity_bytes >> 10)
-    return rest_bytes - rest_bytes % mmap.PAGESIZE
+def _next_mark(left: Mark | None, relaxed: bool) -> Mark:
+    deaths = 0 if left is None or left.steady else left.deaths + 1
+    return Mark(this_boot(), relaxed, deaths)
 
 
-def _verify_tree(env_path: Path) -> None:
-    """Walk a tree that a power cut may have torn, without LMDB, which such a tree can crash.
+def _lost_power(left: Mark | None) -> bool:
+    """Whether the machine went down with the store open, so that unsynced writes are gone."""
+    return left is not None and left.relaxed and left.boot_id != this_boot()
 
-    Cost: the tree's own pages and a step a 4 KiB page of the file; a later version does it in a
-    child process and goes on with an empty store.
-    """
+
+def _leave_mark(home: StoreDirectory, segments: Segments, mark: Mark) -> None:
+    """Leave our mark, if need be in the room of the coldest segment."""
+    while True:
+        try:
+            home.set_mark(mark)
+            return
+        except TierFull:
+            coldest = segments.coldest()
+            if coldest is None:
+                raise
+            segments.retire(coldest.number, damaged=False)
+
+
+def _is_still(env: Environment, row: fmt.Row) -> bool:
+    """Whether the block is still where it was; else its pages may be another's by now."""
     try:
-        problems = lmdb.verify.verify(env_path)  # type: ignore[no-untyped-call]
-    except lmdb.verify.VerifyError as error:
-        problems = [str(error)]
-    if problems:
-        raise FormatError(f"{env_path}: a power cut tore the store: {problems[0]}; {START_EMPTY}")
+        return env.find(row.meta.hash).pieces == row.pieces
+    except CorruptBlock:
+        return False

@@ -1,180 +1,430 @@
-"""One LMDB environment whose large values are read around LMDB.
+"""One environment of an SSD directory: LMDB for its tables, slabs for the payloads.
 
-LMDB keeps a large value on pages of its own, one after the other, and never moves them while the
-value lives (lmdb 0.9 mdb.c, F_BIGDATA). So put_value() returns the value's *file offset*, taken
-from the page header while the pages are still in memory, and read() is a preadv there: an I/O
-error is an errno and not SIGBUS, the bytes land where they belong, and py-lmdb's habit of touching
-every page of a value it returns (0.4 GB/s cold) is avoided.
+A slab is one large LMDB value, put once and never deleted, whose place in the file is known
+(ssd_lmdb.py). Payloads are written and read there without LMDB: at the speed of the medium, with
+errors that are errnos and not SIGBUS. A reader holds no transaction while it reads a payload: if
+the block went meanwhile and its room was given to another one, the checksum says so.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import struct
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import lmdb
 import numpy as np
 
-from kvtier.codec.base import Bytes
-from kvtier.errors import CapacityError, CorruptBlock, FormatError
+from kvtier.errors import CorruptBlock, FormatError, SegmentDamaged
 from kvtier.tier import ssd_format as fmt
+from kvtier.tier import ssd_layout as layout
+from kvtier.tier.base import NamespaceRow, Piece, StoredBlocks, WrittenBlock
+from kvtier.tier.ssd_changes import Account, Changes, Step, size_bytes
+from kvtier.tier.ssd_file import BlockIo, DataFile
+from kvtier.tier.ssd_lmdb import (
+    PAGE_HEADER,
+    START_EMPTY,
+    Tables,
+    lmdb_errors,
+    open_lmdb,
+    put_large,
+)
+from kvtier.tier.ssd_room import Room
+from kvtier.tier.ssd_rows import ReadableRows, read_rows
+from kvtier.types import BlockHash
 
-_TABLES = (b"header", b"namespaces", b"rows", b"values", b"shares")
-_META_PAGES = 2
-_PAGE_HEADER = struct.Struct("<QHHI")  # MDB_page: number, pad, flags, pages.
-_OVERFLOW_FLAG = 0x04
-START_EMPTY = "move the directory away to start with an empty cache"
+
+def create(path: Path, number: int, map_bytes: int, namespaces: Iterable[NamespaceRow]) -> None:
+    """Make a new environment, on the medium.
+
+    Args:
+        path: A directory that is not there yet.
+        number: As a segment.
+        map_bytes: Length of its file.
+        namespaces: What it remembers from the start.
+
+    Raises:
+        TierFull: the medium has no room.
+        TierUnavailable: the medium failed.
+    """
+    with lmdb_errors(path, number):
+        path.mkdir(mode=0o700)
+        with open_lmdb(path, map_bytes, sync=True) as env, env.begin(write=True) as txn:
+            tables = Tables(*(env.open_db(name, txn=txn) for name in fmt.TABLES))
+            txn.put(b"identity", os.urandom(16), db=tables.header)
+            txn.put(b"map_bytes", fmt.U64.pack(map_bytes), db=tables.header)
+            txn.put(b"account", fmt.ACCOUNT.pack(0, 0), db=tables.header)
+            txn.put(b"created_by", b"kvtier", db=tables.header)
+            txn.put(b"format", fmt.pack_format(), db=tables.header)
+            for row in namespaces:
+                txn.put(row.digest, fmt.pack_namespace(row), db=tables.namespaces)
+        os.truncate(path / "data.mdb", map_bytes)
 
 
 class Environment:
-    """Opens or creates an environment; the caller owns the directory alone.
+    """An open environment; the caller owns its directory alone.
+
+    find(), next_key() and take() may run in any number of threads, commit() in one. Every use is
+    inside held(), so that retire() can close it when the last one is over.
 
     Attributes:
-        lmdb: For transactions.
-        page_bytes: Size of its pages, and the least size of a value for put_value().
-        namespaces, rows, values, shares, header: The tables (ssd_format.py).
+        path: Its directory.
+        number: Its number as a segment.
+        identity: Random, of its creation.
+        map_bytes: Length of its file.
+        file: Where the payloads are.
+        room: Who has which pages.
+        namespaces: As of the last commit.
+        account: As of the last commit.
     """
 
-    def __init__(self, path: Path, *, map_bytes: int, sync: bool) -> None:
-        """Open it.
+    def __init__(self, path: Path, number: int, *, sync: bool, io: BlockIo) -> None:
+        """Open one that create() made; load() must follow before anything else.
 
         Args:
-            path: Existing directory.
-            map_bytes: Bound of its data file.
+            path: Its directory.
+            number: As a segment.
             sync: Whether a commit waits for the medium.
+            io: What moves the payloads.
 
         Raises:
-            CapacityError: it occupies more than map_bytes.
-            FormatError: not ours, of a newer version, or cut short.
-            lmdb.Error, OSError: the medium failed.
+            FormatError: of another version, or not ours.
+            SegmentDamaged: its file or its tables are broken, or were cut.
+            TierUnavailable: the medium failed.
         """
-        self._path = path / "data.mdb"
-        try:
-            self.lmdb = lmdb.open(
-                str(path),
-                map_size=map_bytes,
-                max_dbs=len(_TABLES),
-                sync=sync,
-                mode=0o600,
-                max_spare_txns=16,
-            )
-        except (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.CorruptedError) as error:
-            raise FormatError(f"{self._path}: {error}; {START_EMPTY}") from error
-        with ExitStack() as stack:
-            stack.callback(self.lmdb.close)
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-            stack.callback(os.close, self._fd)
-            self.page_bytes = self.lmdb.stat()["psize"]
-            self._fit_file(map_bytes)
-            self.lmdb.reader_check()  # Slots of a killed daemon would keep pages from reuse.
-            self._open_tables()
+        self.path, self.number = path, number
+        self.account = Account()
+        self.namespaces: dict[bytes, NamespaceRow] = {}
+        self._io = io
+        self._lock = threading.Lock()
+        self._growing = threading.Lock()
+        self._uses = 0
+        self._retired = False
+        self._outgrown = False
+        self._given_up: set[BlockHash] = set()  # Rows that mean nothing; commit() deletes them.
+        with self.errors(), ExitStack() as stack:
+            try:
+                self.file = DataFile(path / "data.mdb", io)
+            except FileNotFoundError as error:
+                raise self._damaged("its data.mdb is gone") from error
+            stack.callback(self.file.close)
+            if not self.file.size_bytes():  # LMDB would start a new one in there.
+                raise self._damaged("its data.mdb is empty")
+            self._lmdb = open_lmdb(path, self.file.size_bytes(), sync=sync)
+            stack.callback(self._lmdb.close)
+            self._read_header()
+            self._read_slabs()
+            self._lmdb.reader_check()  # Slots of a killed daemon would keep pages from reuse.
             self._closing = stack.pop_all()
+        self.room = Room(self.map_bytes)
 
-    def _fit_file(self, map_bytes: int) -> None:
-        """Make the file exactly as long as the map, sparse.
+    # ---- opening
 
-        LMDB may leave its last pages unwritten, so only a file of a known length can show that
-        it was cut; touching the map beyond its end is SIGBUS.
+    def _read_header(self) -> None:
+        """Check that it is ours and whole.
+
+        LMDB may leave its last pages unwritten, so only a file of a known length can show that it
+        was cut; touching the map beyond its end is SIGBUS.
         """
-        used_bytes = (self.lmdb.info()["last_pgno"] + 1) * self.page_bytes
-        file_bytes = os.fstat(self._fd).st_size
+        self.page_bytes: int = self._lmdb.stat()["psize"]
+        file_bytes, used_bytes = self.file.size_bytes(), self._tree_end()
         if file_bytes < used_bytes:
-            raise FormatError(
-                f"{self._path} has {file_bytes} bytes and uses {used_bytes}: it was cut; "
-                f"{START_EMPTY}"
+            raise self._damaged(
+                f"the file has {file_bytes} bytes and uses {used_bytes}: it was cut"
             )
-        if map_bytes < used_bytes:
-            raise CapacityError(
-                f"{self._path} occupies {used_bytes} bytes and can't shrink to {map_bytes}: "
-                f"raise ssd_capacity_bytes, or {START_EMPTY}"
-            )
-        os.ftruncate(self._fd, map_bytes)
-
-    def _open_tables(self) -> None:
-        if self.lmdb.stat()["entries"] == 0:
-            self._create_tables()
+        if not self._lmdb.stat()["entries"]:
+            raise self._damaged("there is nothing in it")
         try:
-            self.header = self.lmdb.open_db(b"header", create=False)
+            table = self._lmdb.open_db(b"header", create=False)
         except lmdb.NotFoundError as error:
-            raise FormatError(f"{self._path} is not kvtier's; {START_EMPTY}") from error
-        with self.lmdb.begin() as txn:
-            found = txn.get(b"format", b"", db=self.header)
-            probe_at = txn.get(b"probe_at", b"", db=self.header)
-        if found != fmt.U32.pack(fmt.FORMAT_VERSION):
+            raise FormatError(f"{self.path} is not kvtier's; {START_EMPTY}") from error
+        with self._lmdb.begin() as txn:
+            found = {bytes(key): bytes(value) for key, value in txn.cursor(table)}
+        version = fmt.parse_format(found.get(b"format", b""))
+        if version not in (None, fmt.FORMAT_VERSION):
             raise FormatError(
-                f"{self._path} has format {int.from_bytes(found, 'little')}, this version reads "
-                f"{fmt.FORMAT_VERSION}: upgrade kvtier, or {START_EMPTY}"
+                f"{self.path} has format {version}, this version of kvtier reads "
+                f"{fmt.FORMAT_VERSION}: use the kvtier that wrote it, or {START_EMPTY}"
             )
-        if os.pread(self._fd, len(fmt.PROBE), *fmt.U64.unpack(probe_at)) != fmt.PROBE:
-            raise FormatError(
-                f"{self._path}: pages are not where they were written (a compacted copy?); "
-                f"{START_EMPTY}"
-            )
-        _, self.namespaces, self.rows, self.values, self.shares = (
-            self.lmdb.open_db(name, create=False) for name in _TABLES
-        )
+        try:
+            (self.map_bytes,) = fmt.U64.unpack(found[b"map_bytes"])
+            stamp, written_bytes = fmt.ACCOUNT.unpack(found[b"account"])
+            self.identity = found[b"identity"]
+        except (KeyError, struct.error) as error:
+            raise self._damaged(f"its header is broken: {error!r}") from error
+        if version is None or self.map_bytes != file_bytes:
+            raise self._damaged(f"the file has {file_bytes} bytes, its header {self.map_bytes}")
+        self.account = Account(newest_stamp=stamp, written_bytes=written_bytes)
 
-    def _create_tables(self) -> None:
-        with self.lmdb.begin(write=True, buffers=True) as txn:
-            self.header, *_ = [self.lmdb.open_db(name, txn=txn) for name in _TABLES]
-            probe_at = self.put_value(txn, b"probe", fmt.PROBE, self.header)
-            txn.put(b"probe_at", fmt.U64.pack(probe_at), db=self.header)
-            txn.put(b"format", fmt.U32.pack(fmt.FORMAT_VERSION), db=self.header)
-            txn.put(b"created_by", b"kvtier", db=self.header)
-            txn.put(b"live_bytes", fmt.U64.pack(0), db=self.header)
+    def _read_slabs(self) -> None:
+        self.tables = Tables(*(self._lmdb.open_db(name, create=False) for name in fmt.TABLES))
+        with self._lmdb.begin() as txn:
+            runs = [fmt.RUN.unpack(value) for _, value in txn.cursor(self.tables.slabs)]
+        self._slabs = [Piece(page * fmt.PAGE_BYTES, n * fmt.PAGE_BYTES) for page, n in runs]
+        for number in {0, len(self._slabs) - 1} if self._slabs else ():
+            if not self.slab_is_in_place(number):
+                raise self._damaged(f"slab {number} is not where it was put (a compacted copy?)")
 
-    def put_value(
-        self, txn: lmdb.Transaction[memoryview], key: bytes, value: bytes | memoryview, db: Any
-    ) -> int:
-        """Append a value of at least a page behind all keys of `db`.
+    def slab_is_in_place(self, number: int) -> bool:
+        """Whether its first bytes are where they were put."""
+        head = fmt.slab_head(self.identity, number)
+        at = self._slabs[number].offset_bytes - self.page_bytes + PAGE_HEADER.size
+        return self.file.read_at(at, len(head)) == head
+
+    def load(self) -> StoredBlocks:
+        """Read the namespaces and all rows, and account for them.
+
+        Raises:
+            SegmentDamaged: the tables are broken.
+            TierUnavailable: the medium failed.
+        """
+        with self.errors():
+            self._prefetch_tables()
+            with self._lmdb.begin() as txn:
+                for key, value in txn.cursor(self.tables.namespaces):
+                    try:
+                        row = fmt.parse_namespace(bytes(key), bytes(value))
+                    except FormatError:
+                        continue  # Other environments have it too, and commit() writes it again.
+                    self.namespaces[row.digest] = row
+            found = self._read_rows()
+        self.room.restore(self._slabs, found.pages, found.counts)
+        self.account.used_bytes = int(found.counts.sum()) * fmt.PAGE_BYTES
+        self.account.live_bytes = int(found.rows["stored_bytes"].sum())
+        self.account.blocks = len(found.rows)
+        self._given_up = found.unreadable
+        return fmt.stored_blocks(found.rows, self.number)
+
+    def _prefetch_tables(self) -> None:
+        """All that is not slabs is LMDB's tree: the kernel reads it in order, ahead of us."""
+        at = 0
+        for slab in [*sorted(self._slabs), Piece(self._tree_end(), 0)]:
+            if slab.offset_bytes > at:
+                self.file.prefetch(at, slab.offset_bytes - at)
+            at = sum(slab)
+
+    def _tree_end(self) -> int:
+        return (int(self._lmdb.info()["last_pgno"]) + 1) * self.page_bytes
+
+    def _read_rows(self) -> ReadableRows:
+        with self._lmdb.begin() as txn:
+            return read_rows(txn, self.tables.rows, self.tables.pieces, sorted(self._slabs))
+
+    def stored_blocks(self) -> StoredBlocks:
+        """All readable blocks as they are now.
+
+        Raises:
+            SegmentDamaged: the tables are broken.
+        """
+        with self.errors():
+            stored = fmt.stored_blocks(self._read_rows().rows, self.number)
+        gone = np.array([bytes(key) for key in self._given_up], dtype="V32")
+        return stored[~np.isin(stored["hash"], gone)] if len(gone) else stored
+
+    # ---- one block
+
+    def find(self, key: BlockHash) -> fmt.Row:
+        """Where a block lies and what it must be.
+
+        Raises:
+            CorruptBlock: absent, or no row.
+            SegmentDamaged: the tables are broken.
+        """
+        runs = b""
+        with self.errors(), self._reading() as txn:
+            data = txn.get(key, db=self.tables.rows)
+            if data is not None and fmt.in_pieces(data):
+                runs = txn.get(key, b"", db=self.tables.pieces)
+        if data is None or key in self._given_up:
+            raise CorruptBlock(f"block {key.hex()} is not in {self.path}")
+        return fmt.parse_row(key, data, runs)
+
+    def next_key(self, key: bytes) -> BlockHash | None:
+        """The first block behind `key`, in the order of the hashes.
+
+        Raises:
+            SegmentDamaged: the tables are broken.
+        """
+        with self.errors(), self._reading() as txn:
+            cursor = txn.cursor(self.tables.rows)
+            return BlockHash(cursor.key()) if cursor.set_range(key + b"\0") else None
+
+    @contextmanager
+    def _reading(self) -> Iterator[lmdb.Transaction[bytes]]:
+        self._check_length()
+        with self._lmdb.begin() as txn:
+            yield txn
+
+    def _check_length(self) -> None:
+        """Touching the map behind the end of the file would end the process."""
+        if self.file.size_bytes() < self.map_bytes:
+            raise self._damaged("the file was cut")
+
+    # ---- changing
+
+    def commit(self, changes: Changes) -> None:
+        """Apply `changes`; the payloads of its writes are there already.
+
+        After an error some of them may have been applied: disown() the writes.
+
+        Raises:
+            TierFull: the medium or the tables have no room.
+            SegmentDamaged: the tables are broken.
+            TierUnavailable: the medium failed.
+        """
+        for part in changes.parts():
+            given_up = frozenset(self._given_up)
+            with self.errors():
+                self._check_length()
+                with self._lmdb.begin(write=True) as txn:
+                    step = Step.after(self.account, txn, self.tables)
+                    step.take_out(given_up)
+                    step.apply(part)
+            self.account = step.account
+            self._given_up = self._given_up - given_up
+            self.namespaces.update((row.digest, row) for row in part.namespaces)
+            for written in part.writes:
+                self.room.commit(written.pieces)
+            for pieces in step.freed:
+                self.room.free(pieces)
+
+    def missing(self, namespaces: Iterable[NamespaceRow]) -> list[NamespaceRow]:
+        """Those that are not remembered here as they are."""
+        return [row for row in namespaces if self.namespaces.get(row.digest) != row]
+
+    def disown(self, writes: Iterable[WrittenBlock]) -> None:
+        """Give the room of `writes` back, committed or not; nobody can read them any more."""
+        for written in writes:
+            if self.room.has_written(written.pieces):
+                self.room.give_back(written.pieces)
+                continue
+            self._given_up = self._given_up | {written.block.meta.hash}
+            self.room.free(written.pieces)
+            self.account.used_bytes -= size_bytes(written.pieces)
+            self.account.live_bytes -= written.stored_bytes
+            self.account.blocks -= 1
+
+    def take(self, size_bytes: int, min_free_bytes: int) -> tuple[Piece, ...]:
+        """Room for a payload, in one piece where a new slab makes that possible; () if full.
 
         Args:
-            txn: A write transaction with buffers.
-            key: Greater than all keys of `db`.
-            value: Its bytes.
-            db: A table.
-
-        Returns:
-            Where its first byte lies in the data file, from commit until its deletion.
+            size_bytes: Of the payload.
+            min_free_bytes: What a new slab must leave to the file system.
 
         Raises:
-            FormatError: this build of lmdb has pages of another shape.
+            SegmentDamaged: the tables are broken.
+            TierUnavailable: the medium failed.
         """
-        txn.put(key, value, append=True, db=db)
-        kept = np.frombuffer(txn.get(key, b"", db=db), dtype=np.uint8)
-        header = ctypes.string_at(kept.ctypes.data - _PAGE_HEADER.size, _PAGE_HEADER.size)
-        number, _, flags, pages = _PAGE_HEADER.unpack(header)
-        needed = -(-(_PAGE_HEADER.size + kept.size) // self.page_bytes)
-        if not flags & _OVERFLOW_FLAG or pages != needed:
-            raise FormatError("this build of lmdb lays out pages in a way kvtier does not know")
-        return int(number) * self.page_bytes + _PAGE_HEADER.size
+        if self.account.blocks + self.room.written_blocks >= layout.most_rows(self.map_bytes):
+            return ()
+        pieces = self.room.take(size_bytes, 1)
+        while not pieces and self._grow(min_free_bytes):
+            pieces = self.room.take(size_bytes, 1)
+        return pieces or self.room.take(size_bytes)
 
-    def read(self, out: Bytes, offset: int) -> None:
-        """Fill `out` from the data file, inside a transaction that keeps the value alive.
+    @property
+    def written_bytes(self) -> int:
+        """Written to the medium since its creation: by commits, and slabs as they were put."""
+        return self.account.written_bytes + self.room.size_bytes
+
+    def growable_bytes(self) -> int:
+        """Room of the slabs that may still come."""
+        if self._outgrown:
+            return 0
+        return layout.slabs_bytes(self.map_bytes, self.page_bytes) - self.room.size_bytes
+
+    def _grow(self, min_free_bytes: int) -> bool:
+        """Put one more slab; False if there is none to put, or no room for it."""
+        with self._growing, self.errors():
+            number = len(self._slabs)
+            size = layout.next_slab_bytes(
+                self.map_bytes, number, self.room.size_bytes, self.page_bytes
+            )
+            free_bytes = self._io.free_bytes(self.path)
+            if self._outgrown or not size or free_bytes - size < min_free_bytes:
+                return False
+            self._check_length()
+            try:
+                with self._lmdb.begin(write=True, buffers=True) as txn:
+                    slab = self._put_slab(txn, number, size)
+            except lmdb.MapFullError:
+                self._outgrown = True  # The tables have taken more than their share.
+                return False
+            except lmdb.DiskError:
+                return False
+            self._slabs.append(slab)
+            self.room.add_slab(slab)
+            return True
+
+    def _put_slab(self, txn: lmdb.Transaction[memoryview], number: int, size: int) -> Piece:
+        head = np.frombuffer(fmt.slab_head(self.identity, number), dtype=np.uint8)
+        before = self.page_bytes - PAGE_HEADER.size  # Its room begins on a page.
+        value = np.zeros(before + size, dtype=np.uint8)
+        value[: len(head)] = head
+        key = fmt.number_key(number)
+        slab = Piece(put_large(txn, key, value, self.tables.memory) + before, size)
+        txn.put(key, fmt.pack_pieces([slab]), db=self.tables.slabs)
+        return slab
+
+    # ---- its end
+
+    def hold(self) -> None:
+        """Keep it open until release().
 
         Raises:
-            CorruptBlock: the file ends before.
-            OSError: the medium failed.
+            CorruptBlock: it was retired: its blocks are gone.
         """
-        view = out.data
-        while view:
-            done = os.preadv(self._fd, [view], offset)
-            if not done:
-                raise CorruptBlock(f"{self._path} ends at {offset}, before the block does")
-            view = view[done:]
-            offset += done
+        with self._lock:
+            if self._retired:
+                raise CorruptBlock(f"{self.path} is gone, and its blocks with it")
+            self._uses += 1
 
-    def used_bytes(self, txn: lmdb.Transaction[Any]) -> int:
-        """Bytes of all pages in use, by LMDB's own count; without its list of free pages."""
-        tables = (self.header, self.namespaces, self.rows, self.values, self.shares, None)
-        stats = [txn.stat(db) for db in tables]  # None is the table of tables.
-        pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
-        return (_META_PAGES + pages) * self.page_bytes
+    def release(self) -> None:
+        """Undo one hold()."""
+        with self._lock:
+            self._uses -= 1
+        self._close_if_over()
 
-    def close(self) -> None:
-        """Give back the map and the file; nothing is synced."""
-        self._closing.close()
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """hold() and release()."""
+        self.hold()
+        try:
+            yield
+        finally:
+            self.release()
+
+    def retire(self) -> None:
+        """Let nobody in any more, and close with the last use."""
+        with self._lock:
+            self._retired = True
+        self._close_if_over()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the last use is over, after retire()."""
+        with self._lock:
+            return self._retired and not self._uses
+
+    def _close_if_over(self) -> None:
+        if self.closed:
+            self._closing.close()
+
+    def sync(self) -> None:
+        """Wait until all of it is on the medium.
+
+        Raises:
+            TierUnavailable: the medium failed.
+        """
+        with self.errors():
+            self._lmdb.sync(True)
+
+    def errors(self) -> AbstractContextManager[None]:
+        """Errors of LMDB and the system become ours, and name this segment."""
+        return lmdb_errors(self.path, self.number)
+
+    def _damaged(self, what: str) -> SegmentDamaged:
+        return SegmentDamaged(f"{self.path}: {what}", self.number)

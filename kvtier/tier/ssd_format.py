@@ -1,51 +1,105 @@
-"""What stands in the tables of an SSD environment: pure encoding, no I/O.
+"""What stands in an SSD directory: format version 2. Pure encoding, no I/O.
 
-All integers little-endian except table keys made of one integer, which are big-endian so that
-they sort.
+    kvtier.lock          flock of the owner
+    kvtier.boot          how the store was left (ssd_directory.py)
+    env-NNN/data.mdb     an LMDB environment of a fixed size: exactly header.map_bytes long, sparse
+    quarantine-NNN/      an environment that was found damaged
 
-    header      b"format"       u32, FORMAT_VERSION
-                b"created_by"   text
-                b"live_bytes"   u64, stored bytes of all rows
-                b"probe"        PROBE, and b"probe_at" its u64 file offset (see ssd.py)
-    namespaces  digest       -> u64 generation, canonical JSON of the spec (hashing.py)
-    rows        block hash   -> PLACE, HEADER without the hash, checksum
-    values      u64 id       -> payloads one after the other, at least one page
-    shares      u64 id       -> u32 blocks alive in a value that holds several
+An environment holds *slabs*: large LMDB values that are put once, as zeros, and never deleted, so
+that LMDB never moves them. The payloads of blocks lie in there, on pages that kvtier gives out
+itself and writes and reads around LMDB. A page is 4096 bytes, counted from the start of data.mdb.
+
+All integers are little-endian except keys made of one integer, which are big-endian so that they
+sort. Tables:
+
+    header      b"format"     u32 FORMAT_VERSION, u32 crc32 of those four bytes
+                b"created_by" text
+                b"identity"   16 random bytes
+                b"map_bytes"  u64, length of the file
+                b"account"    i64 newest stamp written, u64 bytes written (ACCOUNT)
+    namespaces  digest     -> u64 generation, canonical JSON of the spec (hashing.py)
+    slabs       u32 number -> u32 first page, u32 pages: its room
+    memory      u32 number -> the slab: slab_head(), padded to the end of its first LMDB page; room
+    rows        block hash -> place, header without the hash, checksum: ROW_BYTES, always
+    pieces      block hash -> u32 page, u32 pages, once a piece: for blocks in more than one
+
+A row's place is its stamp, page and pages of its first piece, the number of its pieces, and the
+crc32 of the hash and all its pieces. Its checksum is xxh3-128 over the header, which begins with
+the hash, and the payload: neither stamp nor place are in there, they may change.
 """
 
 from __future__ import annotations
 
-import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from zlib import crc32
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvtier.codec.base import Bytes
-from kvtier.errors import CorruptBlock, FormatError
-from kvtier.hashing import canonical_spec, namespace_digest
-from kvtier.tier.base import BlockMeta, NamespaceRow, PreparedBlock
-from kvtier.types import (
-    HASH_BYTES,
-    BlockHash,
-    Component,
-    Loss,
-    NamespaceDigest,
-    NamespaceSpec,
-    RopeSpec,
+from kvtier.errors import CorruptBlock, FormatError, InvalidRequest
+from kvtier.extents import EXTENT_ALIGN_BYTES, aligned
+from kvtier.hashing import canonical_spec, namespace_digest, parse_spec
+from kvtier.tier.base import (
+    STORED_BLOCK,
+    BlockMeta,
+    NamespaceRow,
+    Piece,
+    PreparedBlock,
+    StoredBlocks,
+    WrittenBlock,
 )
+from kvtier.types import HASH_BYTES, BlockHash, Loss, NamespaceDigest
 
-FORMAT_VERSION = 1
-PROBE = b"kvtier probe page".ljust(4096, b".")
-SHARED_VALUE_BYTES = 1 << 20
-"""Stored blocks below this share a value: LMDB's search for room is slow for small ones."""
+FORMAT_VERSION = 2
+PAGE_BYTES = EXTENT_ALIGN_BYTES
+MOST_PIECES = 32
+"""Of one block. Each is an I/O of its own."""
 
+TABLES = (b"header", b"namespaces", b"slabs", b"memory", b"rows", b"pieces")
 U32 = struct.Struct("<I")
 U64 = struct.Struct("<Q")
-_PLACE = struct.Struct("<QQB")  # Value id, file offset, shared.
-_HEADER = struct.Struct("<32sQQBBBBIQq32s32s")
+ACCOUNT = struct.Struct("<qQ")
+RUN = struct.Struct("<II")
+_FORMAT = struct.Struct("<II")
+_STAMP = struct.Struct("<q")
+_PLACE = struct.Struct("<qIIBI")
+_HEADER = struct.Struct("<32sQQBBBBIQI32s32s")
+_STORED_BYTES = struct.Struct("<Q")
+_STORED_BYTES_AT = _PLACE.size + 8
 _CHECKSUM_BYTES = 16
+_SLAB_MAGIC = b"kvtier slab"
+
+ROW_WITH_KEY = np.dtype(
+    [
+        ("hash", "V32"),
+        ("stamp", "<i8"),
+        ("page", "<u4"),
+        ("pages", "<u4"),
+        ("pieces", "u1"),
+        ("place_crc", "<u4"),
+        ("size_bytes", "<u8"),
+        ("stored_bytes", "<u8"),
+        ("codec_id", "u1"),
+        ("codec_version", "u1"),
+        ("loss", "u1"),
+        ("chained", "u1"),
+        ("depth", "<u4"),
+        ("generation", "<u8"),
+        ("born_s", "<u4"),
+        ("namespace", "V32"),
+        ("parent", "V32"),
+        ("checksum", "V16"),
+    ]
+)
+"""A key of the rows table with its value behind it, as one array of many."""
+
+ROW_BYTES = ROW_WITH_KEY.itemsize - HASH_BYTES
+Rows = npt.NDArray[np.void]
+"""(rows,) ROW_WITH_KEY."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +108,7 @@ class Row:
 
     Attributes:
         meta: Its identity.
-        value_id: Key in the values table.
-        offset: Of its first stored byte in the data file.
-        shared: The value holds several blocks.
+        pieces: Where its stored form lies, in order.
         stored_bytes: Length of its stored form.
         size_bytes: Length of the block.
         codec_id: Codec of the stored form.
@@ -66,9 +118,7 @@ class Row:
     """
 
     meta: BlockMeta
-    value_id: int
-    offset: int
-    shared: bool
+    pieces: tuple[Piece, ...]
     stored_bytes: int
     size_bytes: int
     codec_id: int
@@ -77,9 +127,33 @@ class Row:
     checksum: bytes
 
 
-def value_key(value_id: int) -> bytes:
-    """Key of a value; ids grow, so that new values are appended."""
-    return value_id.to_bytes(8, "big")
+def number_key(number: int) -> bytes:
+    """Key of a slab."""
+    return number.to_bytes(4, "big")
+
+
+def slab_head(identity: bytes, number: int) -> bytes:
+    """How a slab begins: it shows that LMDB still has its pages where they were put."""
+    return _SLAB_MAGIC + identity + number_key(number)
+
+
+def pack_format() -> bytes:
+    """The header's b"format"."""
+    version = U32.pack(FORMAT_VERSION)
+    return version + U32.pack(crc32(version))
+
+
+def parse_format(data: bytes) -> int | None:
+    """The version; None if it is damaged."""
+    if len(data) == U32.size:  # Version 1 had no checksum.
+        return 1 if data == U32.pack(1) else None
+    if len(data) != _FORMAT.size:
+        return None
+    version, crc = _FORMAT.unpack(data)
+    return int(version) if crc == crc32(data[: U32.size]) else None
+
+
+# ---- rows
 
 
 def _header(block: Row | PreparedBlock, stored_bytes: int) -> bytes:
@@ -94,54 +168,108 @@ def _header(block: Row | PreparedBlock, stored_bytes: int) -> bytes:
         meta.parent is not None,
         meta.depth,
         meta.generation,
-        meta.stamp,
+        meta.born_s,
         meta.namespace,
         meta.parent or bytes(HASH_BYTES),
     )
 
 
 def checksum(block: Row | PreparedBlock, payload: Bytes) -> bytes:
-    """xxh3-128 over everything a row says of the block but its place, and over its payload."""
+    """xxh3-128 over what a row says of the block but its stamp and place, and over its payload."""
     state = xxhash.xxh3_128(_header(block, payload.size))
     state.update(payload.data)
     return state.digest()
 
 
-def pack_row(block: PreparedBlock, value_id: int, offset: int, *, shared: bool) -> bytes:
-    """The row of a block whose payload starts at `offset` of the data file."""
-    place = _PLACE.pack(value_id, offset, shared)
-    return place + _header(block, block.payload.size)[HASH_BYTES:] + block.checksum
+def pack_pieces(pieces: Iterable[Piece]) -> bytes:
+    """The pieces table's value."""
+    return b"".join(
+        RUN.pack(piece.offset_bytes // PAGE_BYTES, piece.size_bytes // PAGE_BYTES)
+        for piece in pieces
+    )
 
 
-def parse_row(key: bytes, data: bytes) -> Row:
+def pack_row(written: WrittenBlock) -> tuple[bytes, bytes]:
+    """The rows table's value, and the pieces table's: empty if the block is in one piece."""
+    block, runs = written.block, pack_pieces(written.pieces)
+    key = block.meta.hash
+    page, pages = RUN.unpack_from(runs)
+    place = _PLACE.pack(block.meta.stamp, page, pages, len(written.pieces), crc32(runs, crc32(key)))
+    row = place + _header(block, written.stored_bytes)[HASH_BYTES:] + block.checksum
+    return row, runs if len(written.pieces) > 1 else b""
+
+
+def restamped(data: bytes, stamp: int) -> bytes:
+    """A row with another stamp."""
+    return _STAMP.pack(stamp) + data[_STAMP.size :]
+
+
+def in_pieces(data: bytes) -> bool:
+    """Whether a row's place continues in the pieces table."""
+    return len(data) == ROW_BYTES and data[_PLACE.size - U32.size - 1] > 1
+
+
+def parse_place(key: bytes, data: bytes, runs: bytes) -> tuple[Piece, ...]:
+    """Where a block lies, by its row and what the pieces table has of it.
+
+    Raises:
+        CorruptBlock: the place is damaged.
+    """
+    if len(data) != ROW_BYTES:
+        raise CorruptBlock(f"block {key.hex()}: a row of {len(data)} bytes")
+    _, page, pages, count, crc = _PLACE.unpack_from(data)
+    if count == 1:
+        runs = RUN.pack(page, pages)
+    if len(runs) != count * RUN.size or crc != crc32(runs, crc32(key)):
+        raise CorruptBlock(f"block {key.hex()}: its place is damaged")
+    return tuple(
+        Piece(page * PAGE_BYTES, pages * PAGE_BYTES) for page, pages in RUN.iter_unpack(runs)
+    )
+
+
+def stored_bytes_of(data: bytes) -> int:
+    """A row's stored bytes; 0 if it is no row."""
+    if len(data) != ROW_BYTES:
+        return 0
+    return int(_STORED_BYTES.unpack_from(data, _STORED_BYTES_AT)[0])
+
+
+def parse_row(key: bytes, data: bytes, runs: bytes) -> Row:
     """Undo pack_row.
 
     Raises:
         CorruptBlock: not a row; the checksum, which needs the payload, is not tried.
     """
+    pieces = parse_place(key, data, runs)
+    (stamp,) = _STAMP.unpack_from(data)
     end = len(data) - _CHECKSUM_BYTES
-    try:
-        value_id, offset, shared = _PLACE.unpack_from(data)
-        fields = _HEADER.unpack(key + data[_PLACE.size : end])
-        _, size, stored, codec, version, loss, chained, depth, generation, stamp, digest, up = (
-            fields
-        )
-        parent = BlockHash(up) if chained else None
-        meta = BlockMeta(BlockHash(key), parent, depth, NamespaceDigest(digest), generation, stamp)
-        return Row(
-            meta,
-            value_id,
-            offset,
-            bool(shared),
-            stored,
-            size,
-            codec,
-            version,
-            Loss(loss),
-            data[end:],
-        )
-    except (struct.error, ValueError) as error:
-        raise CorruptBlock(f"block {key.hex()}: no row of this format: {error}") from error
+    _, size, stored, codec, version, loss, chained, depth, generation, born, digest, up = (
+        _HEADER.unpack(key + data[_PLACE.size : end])
+    )
+    if loss not in (Loss.EXACT, Loss.BOUNDED):
+        raise CorruptBlock(f"block {key.hex()}: no loss is {loss}")
+    if not 0 < stored <= aligned(stored) == sum(piece.size_bytes for piece in pieces):
+        raise CorruptBlock(f"block {key.hex()}: {stored} bytes are not what its pieces hold")
+    parent = BlockHash(up) if chained else None
+    meta = BlockMeta(
+        BlockHash(key), parent, depth, NamespaceDigest(digest), generation, stamp, born
+    )
+    return Row(meta, pieces, stored, size, codec, version, Loss(loss), data[end:])
+
+
+def stored_blocks(rows: Rows, segment: int) -> StoredBlocks:
+    """What scan() says of them."""
+    blocks = np.empty(len(rows), dtype=STORED_BLOCK)
+    names = STORED_BLOCK.names
+    assert names is not None
+    for name in names:
+        if name != "segment":
+            blocks[name] = rows[name]
+    blocks["segment"] = segment
+    return blocks
+
+
+# ---- namespaces
 
 
 def pack_namespace(row: NamespaceRow) -> bytes:
@@ -157,38 +285,9 @@ def parse_namespace(key: bytes, data: bytes) -> NamespaceRow:
     """
     try:
         (generation,) = U64.unpack_from(data)
-        spec = _spec(data[U64.size :])
-    except (struct.error, ValueError, KeyError, TypeError) as error:
-        raise FormatError(f"namespace {key.hex()}: {error!r}") from error
+        spec = parse_spec(data[U64.size :])
+    except (struct.error, InvalidRequest) as error:
+        raise FormatError(f"namespace {key.hex()}: {error}") from error
     if namespace_digest(spec) != key:
         raise FormatError(f"namespace {key.hex()}: the stored spec has another digest")
     return NamespaceRow(NamespaceDigest(key), spec, generation)
-
-
-def _spec(canonical: bytes) -> NamespaceSpec:
-    value = json.loads(canonical)
-    components = tuple(
-        Component(name, dtype, tuple(shape)) for name, dtype, shape in value.pop("components")
-    )
-    rope = value.pop("rope")
-    parameters = tuple((name, parameter) for name, parameter in rope.pop("parameters"))
-    return NamespaceSpec(
-        components=components, rope=RopeSpec(parameters=parameters, **rope), **value
-    )
-
-
-def share_values(writes: Sequence[PreparedBlock]) -> list[list[PreparedBlock]]:
-    """Group `writes`, in order, so that a value has SHARED_VALUE_BYTES where the batch allows."""
-    groups: list[list[PreparedBlock]] = []
-    small: list[PreparedBlock] = []
-    small_bytes = 0
-    for block in writes:
-        if block.payload.size >= SHARED_VALUE_BYTES:
-            groups.append([block])
-            continue
-        small.append(block)
-        small_bytes += block.payload.size
-        if small_bytes >= SHARED_VALUE_BYTES:
-            groups.append(small)
-            small, small_bytes = [], 0
-    return [*groups, small] if small else groups

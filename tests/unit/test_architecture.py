@@ -42,7 +42,7 @@ MAY_IMPORT = [
     ("codec", f"{BASE} codec.*"),
     ("tier", ""),
     ("tier.base", f"{BASE} codec.base"),
-    ("tier.ssd*", f"{BASE} hashing codec codec.* tier.base tier.ssd*"),
+    ("tier.ssd*", f"{BASE} hashing extents codec codec.* tier.base tier.ssd*"),
     ("tier.*", f"{BASE} hashing extents addresses arena codec codec.* tier.base"),
     ("index", f"{BASE} extents"),
     ("leases", f"{BASE} extents index"),
