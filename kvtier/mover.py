@@ -7,6 +7,7 @@ a failed job, and the store makes a miss of it.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -97,6 +98,9 @@ class Mover:
         """Wait for running work and end the threads; the tasks have ended."""
         for shard in self._shards:
             await shard.stop()
+        await asyncio.to_thread(self._end_threads)  # The event loop goes on: signals are heard.
+
+    def _end_threads(self) -> None:
         self._urgent_codecs.shutdown(wait=True, cancel_futures=True)
         self._idle_codec.shutdown(wait=True, cancel_futures=True)
         for shard in self._shards:

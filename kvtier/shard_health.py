@@ -207,7 +207,8 @@ class ShardHealth:
 
     def retry_now(self) -> None:
         """Try to open a failed directory at once, not after the pause."""
-        self._now.set()
+        if self._failed:
+            self._now.set()
 
     async def recover(self, writer: Executor, quiet: Callable[[], bool]) -> None:
         """Open the tier again whenever it has failed. Endless.
@@ -220,12 +221,12 @@ class ShardHealth:
             await self._failure.wait()
             pause_s = REOPEN_FIRST_S
             while self._failed:
-                self._now.clear()
                 try:
                     async with asyncio.timeout(pause_s):
                         await self._now.wait()
                 except TimeoutError:
                     pass
+                self._now.clear()
                 while not quiet():
                     await self._context.progress.wait(pause_s)
                 await self._reopen(writer, first=pause_s == REOPEN_FIRST_S)
