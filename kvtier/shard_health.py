@@ -199,7 +199,6 @@ class ShardHealth:
         self.turned()
 
     def _come_back(self) -> None:
-        self._bad_reads = 0
         self._context.changed()
         self.turned()
 
@@ -242,6 +241,7 @@ class ShardHealth:
             say("ssd directory still fails", directory=context.directory, error=str(error))
             return
         self._failed = False
+        self._bad_reads = 0
         self._failure.clear()
         self.condemned = {s: damaged for s, damaged in self.condemned.items() if s in segments}
         log.info("ssd directory works again", directory=context.directory, blocks=usage.blocks)
