@@ -71,8 +71,11 @@ class Room:
             return taken
 
     def has_written(self, pieces: tuple[Piece, ...]) -> bool:
-        """Whether take() gave these, and they are neither committed nor given back."""
-        return self._written.get(pieces[0].offset_bytes) == pieces
+        """Whether take() gave these, and they are neither committed nor given back.
+
+        The very same tuple: after a reopen somebody else may have been given equal pieces.
+        """
+        return self._written.get(pieces[0].offset_bytes) is pieces
 
     def commit(self, pieces: tuple[Piece, ...]) -> None:
         """Written pages are a block's now."""
