@@ -36,6 +36,39 @@ class PolicyContract:
         assert sorted(policy.coldest()) == sorted(key(n) for n in range(100))
         assert len(policy) == 100
 
+    def test_keys_that_came_sorted_leave_in_order_among_the_others(self) -> None:
+        policy = self.make()
+        policy.insert(key(5), 5)
+        policy.insert_sorted([key(n) for n in (0, 2, 4, 6, 8)], [0, 2, 4, 6, 8])
+        policy.insert(key(3), 3)
+        assert list(policy.coldest()) == [key(n) for n in (0, 2, 3, 4, 5, 6, 8)]
+        assert list(policy.coldest()) == [key(n) for n in (0, 2, 3, 4, 5, 6, 8)]
+        assert len(policy) == 7
+        assert set(policy) == {key(n) for n in (0, 2, 3, 4, 5, 6, 8)}
+        policy.insert_sorted([key(1), key(7)], [1, 7])
+        assert list(policy.coldest()) == [key(n) for n in (0, 1, 2, 3, 4, 5, 6, 7, 8)]
+
+    def test_keys_that_came_sorted_are_touched_removed_and_inserted_again(self) -> None:
+        """Against a plain dict, in random order."""
+        rng = random.Random(5)
+        policy, model = self.make(), {key(n): n for n in range(60)}
+        policy.insert_sorted(list(model), list(model.values()))
+        for stamp in range(100, 700):
+            chosen = rng.choice([key(n) for n in range(70)])
+            if chosen not in model:
+                policy.insert(chosen, stamp)
+                model[chosen] = stamp
+            elif rng.random() < 0.5:
+                policy.remove(chosen)
+                del model[chosen]
+            else:
+                policy.touch([chosen], [stamp])
+                model[chosen] = stamp
+            assert len(policy) == len(model)
+            if stamp % 20 == 0:
+                assert set(policy) == set(model)
+                assert list(policy.coldest()) == sorted(model, key=lambda k: model[k])
+
     def test_walking_changes_nothing(self) -> None:
         policy = self.filled(50)
         first = list(policy.coldest())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvtier.errors import CorruptBlock, TierUnavailable
@@ -9,7 +11,7 @@ from kvtier.jobs import RestampJob
 from kvtier.shards import RESTAMP_S, SsdResidency
 from kvtier.store import StoreConfig
 from kvtier.types import BlockHash, Refusal, WritePolicy
-from tests.sim.world import World, chain
+from tests.sim.world import World, chain, spec_of
 from tests.unit.support import ALICE, BOB, PAGE, SPEC, present, world_of, write_out
 
 
@@ -562,3 +564,39 @@ def test_the_budget_counts_what_the_codec_left() -> None:
     assert shards_of(world).budget.written_today_bytes == PAGE
     shards_of(world).written(job, 0.0, stored_bytes=1_000, segment=0, loss=job.allowed_loss)  # type: ignore[arg-type]
     assert shards_of(world).budget.written_today_bytes == 1_000
+
+
+def test_a_parent_in_another_namespace_is_no_parent() -> None:
+    world = striped(1)
+    hashes = stored_chain(world, 2)
+    other = world.open(spec_of(2 * PAGE))
+    stray = chain(other, [1])
+    world.put(other, stray)
+    write_out(world, other, stray)
+    meta, data, version = world.media[0].blocks[stray[0]]
+    forged = replace(meta, parent=hashes[0], depth=1)
+    world.media[0].blocks[stray[0]] = forged, data, version
+    world.excused.update(stray)
+    world.restart()
+    assert world.store.reads.lookup(world.open(spec_of(2 * PAGE)), stray).ssd_blocks == 0
+    assert stray[0] not in world.open(spec_of(2 * PAGE)).blocks
+    world.settle()
+    assert stray[0] not in world.media[0].blocks
+
+
+def test_a_shard_that_missed_a_drop_learns_of_it_at_the_restart() -> None:
+    world = striped(2)
+    hashes = stored_chain(world, 12)
+    world.store.tiers.shard_down(1)
+    world.drop_namespace(world.open(SPEC))
+    while world.writers[0]:
+        world.finish_write(which=0)
+    behind = world.media[1].rows[world.open(SPEC).digest].generation
+    assert behind < world.media[0].rows[world.open(SPEC).digest].generation
+    world.open_drops.clear()
+    world.restart()
+    assert present(world, hashes) == 0
+    world.settle()
+    generations = {medium.rows[world.open(SPEC).digest].generation for medium in world.media}
+    assert generations == {world.open(SPEC).generation}
+    assert not world.media[1].blocks
