@@ -11,7 +11,7 @@ import termios
 import time
 import tty
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated
 
 import grpc
@@ -50,12 +50,51 @@ class TierStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardStatus:
+    """One directory of the SSD tier.
+
+    Attributes:
+        queued_bytes: On their way there.
+        written_bytes: Since its store was created.
+        read_bytes_per_s: As of its last loads; 0: not measured yet.
+    """
+
+    directory: str
+    online: bool
+    capacity_bytes: int
+    used_bytes: int
+    blocks: int
+    queued_bytes: int
+    written_bytes: int
+    read_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WearStatus:
+    """How fast the SSDs are worn.
+
+    Attributes:
+        written_today_bytes: In 24 hours, since the start.
+        budget_level: How full the endurance budget is, 0 to 1.
+        lifetime_days: Until the drives' rated bytes are written, at today's rate; None: unknown.
+        written_per_served_byte: Since the start; 0: nothing served yet.
+    """
+
+    written_today_bytes: int
+    budget_level: float
+    lifetime_days: float | None
+    written_per_served_byte: float
+
+
+@dataclass(frozen=True, slots=True)
 class DaemonStatus:
     """A daemon's answer. `kvtier status --json` prints these fields.
 
     Attributes:
         serving: What its health check says.
         epoch: Hexadecimal boot id.
+        shards: The SSD tier's directories; empty without one.
+        wear: None without an SSD tier.
         counters: Totals since the start, by name.
     """
 
@@ -72,6 +111,8 @@ class DaemonStatus:
     quarantined_bytes: int
     namespaces: int
     tiers: list[TierStatus]
+    shards: list[ShardStatus] = field(default_factory=list)
+    wear: WearStatus | None = None
     counters: dict[str, float] = field(default_factory=dict)
 
 
@@ -116,7 +157,21 @@ def fetch(address: str) -> DaemonStatus:
             )
             for tier in stats.tiers
         ],
+        shards=[
+            ShardStatus(**{name.name: getattr(shard, name.name) for name in fields(ShardStatus)})
+            for shard in stats.shards
+        ],
+        wear=_wear(stats.ssd_wear) if stats.HasField("ssd_wear") else None,
         counters=dict(sorted(stats.counters.items())),
+    )
+
+
+def _wear(wear: cache_pb2.SsdWear) -> WearStatus:
+    return WearStatus(
+        wear.written_today_bytes,
+        wear.budget_level,
+        wear.lifetime_days if wear.HasField("lifetime_days") else None,
+        wear.written_per_served_byte,
     )
 
 
@@ -221,7 +276,11 @@ def overview(
     rate = _hit_rate(now.counters, before.counters if before else {})
     if rate:
         facts.add_row("hits", rate + (" in this interval" if before else ""))
+    if now.wear is not None:
+        facts.add_row("ssd wear", _wear_in_words(now.wear))
     parts: list[RenderableType] = [facts, _tier_table(now)]
+    if now.shards:
+        parts.append(_shard_table(now))
     if any(now.counters.values()):
         parts.append(_counter_table(now, before, elapsed_s))
     return Group(*parts)
@@ -240,6 +299,34 @@ def _tier_table(now: DaemonStatus) -> Table:
             "[green]good[/]" if tier.healthy else "[red]failed[/]",
         )
     return table
+
+
+def _shard_table(now: DaemonStatus) -> Table:
+    table = Table("ssd directory", "used", "of", "blocks", "queued", "written", "reads", "state")
+    for shard in now.shards:
+        speed = shard.read_bytes_per_s
+        table.add_row(
+            shard.directory,
+            rounded_size(shard.used_bytes),
+            rounded_size(shard.capacity_bytes),
+            f"{shard.blocks:,}",
+            rounded_size(shard.queued_bytes),
+            rounded_size(shard.written_bytes),
+            f"{rounded_size(speed)}/s" if speed else "?",
+            "[green]online[/]" if shard.online else "[red]offline[/]",
+        )
+    return table
+
+
+def _wear_in_words(wear: WearStatus) -> str:
+    words = [f"{rounded_size(wear.written_today_bytes)} written today"]
+    if wear.written_per_served_byte:
+        words.append(f"{wear.written_per_served_byte:.2f} bytes written a byte served")
+    if wear.budget_level < 1.0:
+        words.append(f"budget {100 * wear.budget_level:.0f} % full")
+    if wear.lifetime_days is not None:
+        words.append(f"lasts {wear.lifetime_days:,.0f} days at today's rate")
+    return ", ".join(words)
 
 
 def _counter_table(now: DaemonStatus, before: DaemonStatus | None, elapsed_s: float) -> Table:

@@ -2,7 +2,7 @@
 
 Shut-down order: health red, no new sessions, reservations refused, sessions end, unwritten blocks
 are written, the server stops, tiers close in reverse order of opening. A second signal skips the
-writing.
+writing. SIGHUP tries SSD directories that failed again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import socket
 import stat
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
+from math import ceil
 from pathlib import Path
 
 import grpc
@@ -28,10 +30,10 @@ from prometheus_client import CollectorRegistry
 
 from kvtier import __version__
 from kvtier.addresses import Address, UnixAddress, parse_address, prepare_directory
-from kvtier.codec import codec_by_name
 from kvtier.config import Settings
 from kvtier.daemon.http import start_http
 from kvtier.daemon.logs import configure_logs
+from kvtier.daemon.open_shards import OpenedShard, open_shards
 from kvtier.daemon.service import CacheService
 from kvtier.daemon.stats import StoreCollector
 from kvtier.daemon.supervise import Supervisor
@@ -39,10 +41,10 @@ from kvtier.errors import AddressInUse, ConfigError
 from kvtier.index import Block
 from kvtier.mover import Mover
 from kvtier.policy.lru import Lru
+from kvtier.shard_context import MoverConfig
 from kvtier.sizes import exact_size
 from kvtier.store import StoreConfig, TieredStore
 from kvtier.tier.host import HostArena
-from kvtier.tier.ssd import SsdTier
 from kvtier.v1 import cache_pb2, cache_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -61,9 +63,10 @@ def serve(settings: Settings) -> None:
     """Run a daemon; returns after a clean shut-down.
 
     Raises:
-        AddressInUse: a live daemon owns the socket, the arena or the SSD directory.
+        AddressInUse: a live daemon owns the socket, the arena or an SSD directory.
         CapacityError: a capacity does not fit the machine.
-        FormatError: the SSD directory was written by a newer or foreign version.
+        FormatError: an SSD directory was written by a newer or foreign version.
+        TierUnavailable: no SSD directory works.
     """
     configure_logs(settings.log_level, settings.log_format)
     asyncio.run(_serve(settings))
@@ -78,8 +81,10 @@ async def _serve(settings: Settings) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)  # From now on nothing is left behind.
+    loop.add_signal_handler(signal.SIGHUP, lambda: None)  # Until there is something to try again.
     async with AsyncExitStack() as stack:
         daemon = await Daemon.open(settings, stack)
+        loop.add_signal_handler(signal.SIGHUP, daemon.retry_shards)
         # The event loop asks for the GIL back after this long: with all cores busy, a lookup's p90
         # was 3 to 5 times shorter than with the default of 5 ms.
         sys.setswitchinterval(GIL_SWITCH_S)
@@ -93,7 +98,7 @@ async def _serve(settings: Settings) -> None:
             version=__version__,
             address=str(daemon.address),
             host=exact_size(settings.host_capacity_bytes),
-            ssd=exact_size(settings.ssd_capacity_bytes) if settings.ssd_directory else "none",
+            ssd=_ssd_in_words(settings),
             metrics=settings.metrics_address or "off",
         )
         await stop.wait()
@@ -135,20 +140,18 @@ class Daemon:
         epoch = secrets.token_bytes(16)
         arena = HostArena(settings.arena_dir, settings.host_capacity_bytes, epoch)
         stack.callback(arena.close)
-        ssd = _open_ssd(settings)
-        if ssd is not None:
-            stack.callback(ssd.close)
-        store = _build_store(settings, arena, ssd, epoch)
-        mover = None
-        if ssd is not None:
-            mover = Mover(
-                store,
-                arena,
-                ssd,
-                read_threads=settings.ssd_read_threads,
-                batch_bytes=settings.ssd_batch_bytes,
+        started_s = time.perf_counter()
+        shards = await open_shards(settings, stack)
+        store = _build_store(settings, arena, shards, epoch)
+        if shards:
+            log.info(
+                "ssd tier warm",
+                blocks=0 if store.tiers.ssd is None else len(store.tiers.ssd),
+                seconds=round(time.perf_counter() - started_s, 3),
             )
-            stack.callback(mover.close)
+        mover = _build_mover(settings, arena, shards, store)
+        if mover is not None:
+            stack.push_async_callback(mover.close)
         service = CacheService(settings, epoch, store, arena, mover)
         service.release_quarantine()
         health = HealthServicer()
@@ -160,9 +163,7 @@ class Daemon:
         stack.push_async_callback(supervisor.stop)
         if settings.metrics_address:
             registry = CollectorRegistry()
-            registry.register(
-                StoreCollector(store, lambda: len(service.sessions), settings.ssd_capacity_bytes)
-            )
+            registry.register(StoreCollector(store, lambda: len(service.sessions), settings))
             runner = await start_http(settings.metrics_address, registry, lambda: daemon.healthy)
             stack.push_async_callback(runner.cleanup)
         server = await _start_grpc(
@@ -188,7 +189,7 @@ class Daemon:
         while True:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
-            self.store.expire(now_s)
+            self.store.tick(now_s, time.time())
             if now_s >= next_poll_s:
                 self._service.release_quarantine()
                 next_poll_s = now_s + QUARANTINE_POLL_S
@@ -211,7 +212,8 @@ class Daemon:
         deadline_s = time.monotonic() + DRAIN_S
         while ssd.dirty or ssd.queued_bytes:
             now_s = time.monotonic()
-            if force.is_set() or now_s >= deadline_s:
+            working = any(shard.online for shard in ssd.shards)
+            if force.is_set() or now_s >= deadline_s or not working:
                 log.warning("unwritten blocks are lost", blocks=len(ssd.dirty))
                 return
             self.store.tiers.write_ahead(now_s, idle=True)
@@ -219,25 +221,26 @@ class Daemon:
             await self._mover.progress.wait(TICK_S)
         await self._mover.settle(max(0.0, deadline_s - time.monotonic()))  # Deletes count, too.
 
+    def retry_shards(self) -> None:
+        """Try the SSD directories that failed again, at once."""
+        if self._mover is not None:
+            log.info("trying failed ssd directories again")
+            self._mover.retry_now()
+
     def _pump(self) -> None:
         if self._mover is not None:
             self._mover.pump()
 
 
-def _open_ssd(settings: Settings) -> SsdTier | None:
-    if settings.ssd_directory is None:
-        return None
-    return SsdTier(
-        settings.ssd_directory,
-        capacity_bytes=settings.ssd_capacity_bytes,
-        codec=codec_by_name(settings.ssd_codec),
-        durability=settings.ssd_durability,
-        max_batch_bytes=settings.ssd_batch_bytes,
-    )
+def _ssd_in_words(settings: Settings) -> str:
+    if not settings.ssd_directories:
+        return "none"
+    size = exact_size(settings.ssd_capacity_bytes)
+    return size if len(settings.ssd_directories) == 1 else f"{len(settings.ssd_directories)}x{size}"
 
 
 def _build_store(
-    settings: Settings, arena: HostArena, ssd: SsdTier | None, epoch: bytes
+    settings: Settings, arena: HostArena, shards: Sequence[OpenedShard], epoch: bytes
 ) -> TieredStore:
     config = StoreConfig(
         host_bytes=arena.capacity_bytes,
@@ -247,27 +250,44 @@ def _build_store(
         write_queue_bytes=settings.write_queue_bytes,
         write_policy=settings.ssd_write_policy,
         max_namespaces=settings.max_namespaces,
+        daily_write_bytes=settings.ssd_daily_write_bytes,
+        rated_write_bytes=settings.ssd_rated_write_bytes,
+        max_age_s=ceil(settings.max_age_s),
     )
-    ssd_policy: Lru[Block] | None = Lru() if ssd is not None else None
+    ssd_policies: list[Lru[Block]] = [Lru() for _ in shards]
     store = TieredStore(
         config,
         control=arena.control,
         epoch=epoch,
         host_policy=Lru(),
-        ssd_policy=ssd_policy,
-        ssd_usage=ssd.usage() if ssd is not None else None,
+        ssd_policies=ssd_policies,
+        ssd_usages=[shard.tier.usage() for shard in shards],
     )
     for record in arena.leftovers:
         store.writes.restore_quarantine(record)
-    if ssd is not None:
-        started_s = time.perf_counter()
-        store.restore(ssd.namespaces(), ssd.scan())
-        log.info(
-            "ssd tier warm",
-            blocks=len(store.tiers.ssd) if store.tiers.ssd is not None else 0,
-            seconds=round(time.perf_counter() - started_s, 3),
-        )
+    store.tick(time.monotonic(), time.time())  # What is too old is no hit from the first call on.
+    if shards:
+        store.restore([shard.rows for shard in shards], [shard.stored for shard in shards])
     return store
+
+
+def _build_mover(
+    settings: Settings, arena: HostArena, shards: Sequence[OpenedShard], store: TieredStore
+) -> Mover | None:
+    if not shards:
+        return None
+    config = MoverConfig(
+        read_threads=settings.ssd_read_threads,
+        write_threads=settings.ssd_write_threads,
+        batch_bytes=settings.ssd_batch_bytes,
+        timeout_s=settings.ssd_load_timeout_s,
+        scrub_bytes_per_s=settings.ssd_scrub_bytes_per_s,
+    )
+    mover = Mover(store, arena, [(str(shard.directory), shard.tier) for shard in shards], config)
+    for number, shard in enumerate(shards):
+        if shard.failure is not None:
+            mover.fail(number, shard.failure)
+    return mover
 
 
 def claim_socket(path: Path) -> None:

@@ -27,12 +27,14 @@ from kvtier.daemon.translate import (
     hashes_of,
     loss_of,
     spec_of,
+    speed_of,
     typed_errors,
 )
 from kvtier.errors import InvalidRequest, TierUnavailable, UnknownNamespace, WireVersionError
 from kvtier.index import Namespace
 from kvtier.leases import ReadLease
-from kvtier.mover import Mover, Progress
+from kvtier.mover import Mover
+from kvtier.progress import Progress
 from kvtier.store import TieredStore
 from kvtier.tier.host import HostArena
 from kvtier.types import GROUP_BYTES, BlockHash, GroupId, NamespaceDigest
@@ -175,7 +177,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self, request: pb.OpenNamespaceRequest, context: Context
     ) -> pb.OpenNamespaceResponse:
         self._group(request.session_id)
-        namespace = self._store.open_namespace(*spec_of(request.digest, request.spec))
+        digest, spec = spec_of(request.digest, request.spec)
+        namespace = self._store.open_namespace(digest, spec, max_age_s=request.max_age_s)
         return pb.OpenNamespaceResponse(
             generation=namespace.generation, block_bytes=namespace.size_bytes
         )
@@ -227,6 +230,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             ttl_s=request.ttl_ms / 1000,
             request_id=request.request_id,
             allowed_loss=loss_of(request.allowed_loss),
+            prefill_tokens_per_s=speed_of(request.prefill_tokens_per_s),
         )
         self._pump()
         if lease is None:
@@ -435,7 +439,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             epoch=self._epoch,
             uptime_s=self._clock() - self._started_s,
             sessions=len(self.sessions),
-            ssd_capacity_bytes=self._settings.ssd_capacity_bytes,
+            settings=self._settings,
         )
 
     # Inside

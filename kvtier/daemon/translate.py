@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Any, TypeVar
@@ -36,6 +37,7 @@ REASONS = {
     Refusal.LEASES: pb.REASON_LEASES,
     Refusal.TOO_LARGE: pb.REASON_TOO_LARGE,
     Refusal.DRAINING: pb.REASON_DRAINING,
+    Refusal.SLOW: pb.REASON_SLOW,
 }
 TIERS = {
     Tier.HBM: pb.TIER_HBM,
@@ -115,6 +117,13 @@ def loss_of(value: int) -> Loss:
         return Loss(value)
     except ValueError as error:
         raise errors.InvalidRequest(f"allowed_loss: unknown value {value}") from error
+
+
+def speed_of(tokens_per_s: float) -> float:
+    """A request's prefill speed; raises InvalidRequest unless it is finite and not negative."""
+    if not 0.0 <= tokens_per_s < math.inf:
+        raise errors.InvalidRequest(f"prefill_tokens_per_s: {tokens_per_s} is no speed")
+    return tokens_per_s
 
 
 def spec_of(digest: bytes, encoded: bytes) -> tuple[NamespaceDigest, NamespaceSpec]:

@@ -57,6 +57,24 @@ class FakeDaemon(cache_pb2_grpc.CacheServicer):
                 ),
                 cache_pb2.TierStats(tier=cache_pb2.TIER_SSD, healthy=False),
             ],
+            shards=[
+                cache_pb2.ShardStats(
+                    directory="/ssd/one",
+                    online=True,
+                    capacity_bytes=1 << 34,
+                    used_bytes=3 << 30,
+                    blocks=777,
+                    written_bytes=1 << 40,
+                    read_bytes_per_s=float(2 << 30),
+                ),
+                cache_pb2.ShardStats(directory="/ssd/two"),
+            ],
+            ssd_wear=cache_pb2.SsdWear(
+                written_today_bytes=5 << 30,
+                budget_level=0.25,
+                lifetime_days=1000.4,
+                written_per_served_byte=0.5,
+            ),
             sessions=2,
             quarantined_bytes=4096,
             counters={
@@ -211,6 +229,13 @@ def test_status_of_a_daemon(daemon: Running, capsys: Output) -> None:
         assert part in text
     assert "  serving" in text
     assert "never_seen" not in text
+    [one] = [line for line in text.splitlines() if "/ssd/one" in line]
+    assert all(part in one for part in ("3 GiB", "16 GiB", "777", "1 TiB", "2 GiB/s", "online"))
+    [two] = [line for line in text.splitlines() if "/ssd/two" in line]
+    assert "offline" in two
+    [wear] = [line for line in text.splitlines() if "ssd wear" in line]
+    assert "5 GiB written today" in wear
+    assert "0.50 bytes written a byte served, budget 25 % full, lasts 1,000 days" in wear
 
 
 def test_status_as_json(daemon: Running, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
@@ -228,6 +253,8 @@ def test_status_as_json(daemon: Running, monkeypatch: pytest.MonkeyPatch, capsys
         "healthy": True,
     }
     assert answer["counters"]["never_seen"] == 0
+    assert [shard["directory"] for shard in answer["shards"]] == ["/ssd/one", "/ssd/two"]
+    assert answer["wear"]["lifetime_days"] == 1000.4
 
 
 def test_status_of_a_daemon_that_does_not_serve(daemon: Running, capsys: Output) -> None:
