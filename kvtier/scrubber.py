@@ -25,17 +25,19 @@ LEAST_BYTES = 64 << 10
 """What a block counts for at least: small ones cost more time than their bytes."""
 PROBE_S = 60.0
 """A speed older than this is measured anew."""
-PROBE_BLOCKS = 2
+LEAST_BLOCKS = 2
+"""Read in one go at least: the first warms up, the second measures."""
 EMPTY_PAUSE_S = 10.0
 BUSY_PAUSE_S = 0.25
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Slice:
-    """Some blocks, and how long they took."""
+    """Some blocks, and how long all but the first took."""
 
     blocks: list[Scrubbed]
-    seconds: float
+    timed_bytes: int = 0
+    timed_s: float = 0.0
 
 
 class Scrubber:
@@ -69,17 +71,17 @@ class Scrubber:
             return PROBE_S
         if not self._health.online or self._loads.under_way:
             return BUSY_PAUSE_S
-        blocks = await self._read(SLICE_BYTES if rate else 0, probing)
+        blocks = await self._read(probing)
         cost_bytes = sum(max(LEAST_BYTES, block.stored_bytes) for block in blocks)
         if not cost_bytes or not rate:
             return EMPTY_PAUSE_S
         return cost_bytes / rate
 
-    async def _read(self, size_bytes: int, probing: bool) -> list[Scrubbed]:
+    async def _read(self, probing: bool) -> list[Scrubbed]:
         """Blocks behind the position; none after a failure."""
         self.busy = True
         try:
-            done = await self._health.run(self._readers, lambda: self._slice(size_bytes))
+            done = await self._health.run(self._readers, self._slice)
         except TierError as error:
             self._health.read_over(error)
             return []
@@ -89,24 +91,30 @@ class Scrubber:
         for block in done.blocks:
             self._position = block.position
             self._note(block)
-        size_bytes = sum(block.stored_bytes for block in done.blocks)
-        if probing and size_bytes:
-            self._loads.speed(size_bytes, done.seconds)
+        if probing and done.timed_bytes:
+            self._loads.speed(done.timed_bytes, done.timed_s)
         return [block for block in done.blocks if block.stored_bytes or block.error]
 
-    def _slice(self, size_bytes: int) -> _Slice:
-        """On a reader's thread: blocks of about so many bytes, at least PROBE_BLOCKS."""
-        started_s = self._context.clock()
-        blocks: list[Scrubbed] = []
-        position, read_bytes = self._position, 0
-        while len(blocks) < PROBE_BLOCKS or read_bytes < size_bytes:
+    def _slice(self) -> _Slice:
+        """On a reader's thread: some blocks, fewer if loads come meanwhile."""
+        clock = self._context.clock
+        done = _Slice([])
+        position, cost_bytes, started_s = self._position, 0, clock()
+        while len(done.blocks) < LEAST_BLOCKS or cost_bytes < SLICE_BYTES:
             block = self._context.tier.scrub(position)
-            blocks.append(block)
-            if block.meta is None or self._loads.under_way:
-                break  # Nothing is left, or loads have come: they go first.
+            done.blocks.append(block)
+            if block.meta is None:
+                break
+            if len(done.blocks) > 1:
+                done.timed_bytes += block.stored_bytes
+                done.timed_s = clock() - started_s
+            else:
+                started_s = clock()
+            if self._loads.under_way:
+                break  # They go first.
             position = block.position
-            read_bytes += max(LEAST_BYTES, block.stored_bytes)
-        return _Slice(blocks, self._context.clock() - started_s)
+            cost_bytes += max(LEAST_BYTES, block.stored_bytes)
+        return done
 
     def _note(self, block: Scrubbed) -> None:
         context = self._context

@@ -302,16 +302,17 @@ def _tier_table(now: DaemonStatus) -> Table:
 
 
 def _shard_table(now: DaemonStatus) -> Table:
-    table = Table("ssd directory", "used", "of", "blocks", "queued", "written", "reads", "state")
+    table = Table("ssd directory", "used", "blocks", "queued", "reads", "state")
+    table.columns[0].overflow = "fold"
+    for column in table.columns[1:]:
+        column.no_wrap = True
     for shard in now.shards:
         speed = shard.read_bytes_per_s
         table.add_row(
             shard.directory,
             rounded_size(shard.used_bytes),
-            rounded_size(shard.capacity_bytes),
             f"{shard.blocks:,}",
             rounded_size(shard.queued_bytes),
-            rounded_size(shard.written_bytes),
             f"{rounded_size(speed)}/s" if speed else "?",
             "[green]online[/]" if shard.online else "[red]offline[/]",
         )

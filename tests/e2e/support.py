@@ -40,7 +40,11 @@ BLOCK_BYTES = 64 << 10
 PATIENCE_S = 20.0
 """Deadline of everything that is waited for; reached only by what is broken."""
 
-SSD_SETTINGS: dict[str, object] = {"ssd_capacity_bytes": 256 << 20, "ssd_batch_bytes": 16 << 20}
+SSD_SETTINGS: dict[str, object] = {
+    "ssd_capacity_bytes": 256 << 20,
+    "ssd_batch_bytes": 16 << 20,
+    "ssd_min_free_bytes": 0,
+}
 
 
 def spec_of(block_bytes: int = BLOCK_BYTES, *, tenant: str = "") -> NamespaceSpec:

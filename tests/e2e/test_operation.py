@@ -52,7 +52,7 @@ class Serve:
         values = {
             "address": f"unix:{self.socket}",
             "arena_dir": self.arena,
-            "ssd_directory": self.ssd,
+            "ssd_directories": self.ssd,
             "host_capacity_bytes": 32 << 20,
             "metrics_address": "",
             **SSD_SETTINGS,
@@ -144,7 +144,7 @@ def test_directories_that_can_not_be(serve: Serve) -> None:
     file.write_text("precious")
     serve.refuses(str(file), code=2, address=f"unix:{file}/s.sock")
     serve.refuses(str(file), code=2, arena_dir=file / "arena")
-    serve.refuses(str(file), ssd_directory=file / "ssd")
+    serve.refuses(str(file), ssd_directories=file / "ssd")
     serve.left_nothing()
     assert file.read_text() == "precious"
 
@@ -164,7 +164,7 @@ def test_one_daemon_an_arena_and_an_ssd_directory(
     )
     serve.refuses("running daemon", str(arena), arena_dir=arena)
     serve.left_nothing()
-    serve.refuses("in use", str(daemon.ssd_directory), ssd_directory=daemon.ssd_directory)
+    serve.refuses("in use", str(daemon.ssd_directory), ssd_directories=daemon.ssd_directory)
     serve.left_nothing()
     assert get_checked(client, SPEC, chain("a", 2)) == 2
     assert client.attached
@@ -207,7 +207,7 @@ def test_a_newer_format(serve: Serve, start_daemon: StartDaemon) -> None:
         transaction.put(b"format", struct.pack("<I", 999), db=header)
     environment.close()
     before = (daemon.ssd_directory / "env-000" / "data.mdb").read_bytes()
-    serve.refuses("999", "upgrade", ssd_directory=daemon.ssd_directory)
+    serve.refuses("999", "upgrade", ssd_directories=daemon.ssd_directory)
     serve.left_nothing()
     assert (daemon.ssd_directory / "env-000" / "data.mdb").read_bytes() == before
 

@@ -637,7 +637,9 @@ async def test_a_speed_is_known_before_the_first_load(scrubbing: None) -> None:
         assert ssd.shards[0].speed.bytes_per_s is None
         await made.put_on_ssd(chain("probed", 8))
         await made.until(lambda: ssd.shards[0].speed.bytes_per_s, "measured")
-        assert len(made.tiers[0].done("scrub")) == scrubber.PROBE_BLOCKS
+        seen = len(made.tiers[0].done("scrub"))
+        await asyncio.sleep(0.05)
+        assert len(made.tiers[0].done("scrub")) == seen, "once is enough"
 
 
 async def test_a_scrub_that_can_not_read_takes_the_disk_out(scrubbing: None) -> None:
