@@ -39,7 +39,7 @@ from bench.torture_journal import Event, Journal, Slot
 from kvtier.client import Client
 from kvtier.client.calls import Missed
 from kvtier.codec.base import Bytes
-from kvtier.types import BlockHash, Component, NamespaceSpec
+from kvtier.types import BlockHash, Component, MissReason, NamespaceSpec
 
 BLOCK_BYTES = (4096, 40_016, 300_000, 1_000_000)
 """Of the namespaces: smaller than a page and larger, most of them not whole pages."""
@@ -186,13 +186,18 @@ class TortureClient:
             self._journal.append(Event.RELEASE)
 
     def work(self, stop: queue.SimpleQueue[object]) -> None:
-        """Until told to stop. After a call that failed there is nothing left to do."""
+        """Until told to stop. After a call that failed there is nothing left to do.
+
+        Raises:
+            SystemExit: the daemon lives and finds a call wrong: that is no miss.
+        """
         try:
             while stop.empty():
                 self._act()
             self._note_evictions()
-        except Missed:
-            return
+        except Missed as error:
+            if error.reason is MissReason.RPC_ERROR and self._answers():
+                raise SystemExit(f"client {self._name}: a call was refused: {error}") from error
 
     def kill_after(self, pid: int, event: Event) -> None:
         """Once such an event is acknowledged, kill this process before anything else."""
@@ -244,7 +249,7 @@ class TortureClient:
         """Have made durable what is there: the rest of it was refused, or lost with RAM."""
         spec, slot = self._specs[namespace], self._slot(namespace, number)
         hashes = self._hashes(namespace, number)[: slot.blocks]
-        found = self._daemon.lookup(spec, hashes).num_blocks
+        found = self._daemon.lookup(spec, hashes).num_blocks if hashes else 0
         flags = self._daemon.flush(spec, hashes[:found], timeout_s=FLUSH_S)
         durable = [*flags, False].index(False)
         if durable > slot.durable:
@@ -293,6 +298,13 @@ class TortureClient:
     def _daemon(self) -> Client:
         assert self._client is not None
         return self._client
+
+    def _answers(self) -> bool:
+        try:
+            self._daemon.stats()
+        except Missed:
+            return False
+        return True
 
     def _attach(self) -> None:
         """To the new boot: with another client, or with the one whose daemon was killed."""

@@ -25,8 +25,9 @@ from bench.torture import SCENARIOS, leftovers, open_files, parts_of
 from bench.torture_client import BLOCK_BYTES, MAX_BLOCKS, TortureClient, content, prompt
 from bench.torture_journal import Event, Journal, Slot
 from kvtier.client import Client
+from kvtier.client.calls import Missed
 from kvtier.codec.base import Bytes
-from kvtier.types import BlockHash, NamespaceSpec
+from kvtier.types import BlockHash, MissReason, NamespaceSpec
 
 KEY = BlockHash(bytes(range(32)))
 
@@ -108,6 +109,7 @@ class FakeDaemon:
         return len(hashes)
 
     def lookup(self, spec: NamespaceSpec, hashes: Sequence[BlockHash]) -> SimpleNamespace:
+        assert hashes, "the daemon refuses this"
         flags = [key in self.blocks.get(spec, {}) for key in hashes]
         return SimpleNamespace(num_blocks=[*flags, False].index(False))
 
@@ -172,6 +174,20 @@ class Flips(FakeDaemon):
         return found
 
 
+class Refuses(FakeDaemon):
+    """Lives, and finds every put wrong."""
+
+    def put(self, *arguments: Any, **options: Any) -> int:
+        raise Missed(MissReason.RPC_ERROR, "INVALID_ARGUMENT")
+
+
+class Dies(Refuses):
+    """So does this one, and answers nothing any more."""
+
+    def stats(self) -> SimpleNamespace:
+        raise Missed(MissReason.NO_SESSION)
+
+
 class Steps(queue.SimpleQueue[object]):
     """Lets work() take so many steps."""
 
@@ -234,6 +250,15 @@ def test_a_client_finds_blocks_that_were_dropped(torment: Torment) -> None:
 def test_a_client_finds_a_flipped_bit(torment: Torment) -> None:
     found = torment(Flips())
     assert found["wrong_bytes"] == found["checked_blocks"] > 20
+
+
+def test_a_refused_call_is_no_miss(torment: Torment) -> None:
+    with pytest.raises(SystemExit, match="INVALID_ARGUMENT"):
+        torment(Refuses())
+
+
+def test_a_call_that_a_kill_interrupts_is_a_miss(torment: Torment) -> None:
+    assert torment(Dies())["stored_blocks"] == 0
 
 
 def test_a_client_kills_at_the_very_moment(tmp_path: Path) -> None:
