@@ -123,14 +123,11 @@ class SsdTier(BlockTier):
             mark = own_mark or _next_mark(left, self._relaxed)
             # A medium that failed may have lost what was written, like one that lost its power.
             walk = own_mark is not None or mark.deaths >= MOST_DEATHS or _lost_power(left)
-            try:
-                scanned = segments.open_all(walk=walk)
-                if left is not None:
-                    segments.sync()  # What a killed, relaxed owner left in the page cache.
-                self._mark = replace(mark, deaths=0) if walk else mark
-                _leave_mark(home, segments, self._mark)
-            except TierFull as error:
-                raise TierUnavailable(str(error)) from error
+            scanned = segments.open_all(walk=walk)
+            if not left.clean:
+                segments.sync()  # What a killed, relaxed owner left in the page cache.
+            self._mark = replace(mark, deaths=0) if walk else mark
+            home.set_mark(self._mark)
             stack.pop_all()
         self._home, self._segments = home, segments
         self._scanned: list[StoredBlocks] | None = scanned
@@ -143,7 +140,7 @@ class SsdTier(BlockTier):
             return
         try:
             self._segments.sync()
-            self._home.clear_mark()
+            self._home.set_mark(replace(self._mark, clean=True))
         except TierError as error:
             log.warning(
                 "ssd tier closed uncleanly", directory=str(self.directory), error=str(error)
@@ -183,11 +180,8 @@ class SsdTier(BlockTier):
         if self._mark.steady or time.monotonic() - self._opened_s < STEADY_AFTER_S:
             return
         assert self._home is not None
-        try:
-            self._home.set_mark(replace(self._mark, steady=True))
-        except TierFull:
-            return  # Later.
         self._mark = replace(self._mark, steady=True)
+        self._home.set_mark(self._mark)
 
     # ---- what is there
 
@@ -380,27 +374,14 @@ class SsdTier(BlockTier):
         return self._usage
 
 
-def _next_mark(left: Mark | None, relaxed: bool) -> Mark:
-    deaths = 0 if left is None or left.steady else left.deaths + 1
-    return Mark(this_boot(), relaxed, deaths)
+def _next_mark(left: Mark, relaxed: bool) -> Mark:
+    deaths = 0 if left.clean or left.steady else left.deaths + 1
+    return Mark(clean=False, boot_id=this_boot(), relaxed=relaxed, deaths=deaths)
 
 
-def _lost_power(left: Mark | None) -> bool:
+def _lost_power(left: Mark) -> bool:
     """Whether the machine went down with the store open, so that unsynced writes are gone."""
-    return left is not None and left.relaxed and left.boot_id != this_boot()
-
-
-def _leave_mark(home: StoreDirectory, segments: Segments, mark: Mark) -> None:
-    """Leave our mark, if need be in the room of the coldest segment."""
-    while True:
-        try:
-            home.set_mark(mark)
-            return
-        except TierFull:
-            coldest = segments.coldest()
-            if coldest is None:
-                raise
-            segments.retire(coldest.number, damaged=False)
+    return not left.clean and left.relaxed and left.boot_id != this_boot()
 
 
 def _is_still(env: Environment, row: fmt.Row) -> bool:

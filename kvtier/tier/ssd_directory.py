@@ -17,24 +17,29 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvtier.errors import AddressInUse
+from kvtier.errors import AddressInUse, TierFull, TierUnavailable
 from kvtier.tier.ssd_file import medium_errors
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MARK_BYTES = 512
+"""A sector: written as a whole, or not."""
+
 _NEW, _GONE = ".new", ".gone"
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How the last daemon that had the store runs, or died.
+    """How the last daemon that had the store runs, ended or died.
 
     Attributes:
+        clean: Whether it closed the store: everything written is on the medium.
         boot_id: The machine's, when it opened the store.
         relaxed: Whether its commits did not wait for the medium.
         deaths: Daemons before it that died one after the other without ever running for long.
         steady: Whether it ran for long itself.
     """
 
+    clean: bool
     boot_id: str
     relaxed: bool
     deaths: int = 0
@@ -72,8 +77,8 @@ class StoreDirectory:
 
     # ---- how it was left
 
-    def mark(self) -> Mark | None:
-        """What the last owner left behind; None after a clean close. What is no mark is a bad one.
+    def mark(self) -> Mark:
+        """What the last owner left behind; a torn one is read as the worst.
 
         Raises:
             TierUnavailable: the medium failed.
@@ -82,35 +87,25 @@ class StoreDirectory:
             try:
                 return Mark(**json.loads(self._boot_path.read_bytes()))
             except FileNotFoundError:
-                return None
+                return Mark(clean=True, boot_id="", relaxed=False)
             except (ValueError, TypeError):
-                return Mark("", relaxed=True)
+                return Mark(clean=False, boot_id="", relaxed=True)
 
     def set_mark(self, mark: Mark) -> None:
-        """Leave a mark, on the medium.
+        """Leave a mark, on the medium: in place, since a full one has no room for a new file.
 
         Raises:
-            TierFull: the medium has no room.
-            TierUnavailable: the medium failed.
+            TierUnavailable: the medium failed, or has no room for the first mark.
         """
-        new = self._boot_path.with_suffix(_NEW)
-        with medium_errors(self.path):
-            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "w") as file:
-                json.dump(asdict(mark), file)
-                file.flush()
-                os.fsync(fd)
-            new.replace(self._boot_path)
-            self.sync()
-
-    def clear_mark(self) -> None:
-        """Everything written is on the medium.
-
-        Raises:
-            TierUnavailable: the medium failed.
-        """
-        with medium_errors(self.path):
-            self._boot_path.unlink(missing_ok=True)
+        data = json.dumps(asdict(mark)).encode().ljust(_MARK_BYTES)
+        try:
+            with medium_errors(self.path):
+                fd = os.open(self._boot_path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                with os.fdopen(fd, "wb", buffering=0) as file:
+                    file.write(data)
+                    os.fsync(fd)
+        except TierFull as error:
+            raise TierUnavailable(f"{error}: not a page is free, make room") from error
 
     # ---- what is in it
 

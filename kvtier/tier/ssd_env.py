@@ -17,6 +17,7 @@ from pathlib import Path
 
 import lmdb
 import numpy as np
+import structlog
 
 from kvtier.errors import CorruptBlock, FormatError, SegmentDamaged
 from kvtier.tier import ssd_format as fmt
@@ -35,6 +36,8 @@ from kvtier.tier.ssd_lmdb import (
 from kvtier.tier.ssd_room import Room
 from kvtier.tier.ssd_rows import ReadableRows, read_rows
 from kvtier.types import BlockHash
+
+log = structlog.get_logger(__name__)
 
 
 def create(path: Path, number: int, map_bytes: int, namespaces: Iterable[NamespaceRow]) -> None:
@@ -104,6 +107,7 @@ class Environment:
         self._uses = 0
         self._retired = False
         self._outgrown = False
+        self._space_end = 0
         self._given_up: set[BlockHash] = set()  # Rows that mean nothing; commit() deletes them.
         with self.errors(), ExitStack() as stack:
             try:
@@ -196,6 +200,8 @@ class Environment:
         self.account.live_bytes = int(found.rows["stored_bytes"].sum())
         self.account.blocks = len(found.rows)
         self._given_up = found.unreadable
+        self._space_end = self._tree_end()
+        self._take_space_ahead()
         return fmt.stored_blocks(found.rows, self.number)
 
     def _prefetch_tables(self) -> None:
@@ -223,6 +229,20 @@ class Environment:
             stored = fmt.stored_blocks(self._read_rows().rows, self.number)
         gone = np.array([bytes(key) for key in self._given_up], dtype="V32")
         return stored[~np.isin(stored["hash"], gone)] if len(gone) else stored
+
+    def _take_space_ahead(self) -> None:
+        """Space for LMDB's next pages, so that a commit succeeds when others have filled the disk.
+
+        Slabs have their space, and pages that the tree has left are used again.
+        """
+        end = min(self._tree_end() + layout.ahead_bytes(self.map_bytes), self.map_bytes)
+        if end > self._space_end:
+            try:
+                self.file.take_space(self._space_end, end - self._space_end)
+            except OSError as error:
+                log.debug("no space ahead", path=str(self.path), error=str(error))
+                return
+            self._space_end = end
 
     # ---- one block
 
@@ -290,6 +310,7 @@ class Environment:
                 self.room.commit(written.pieces)
             for pieces in step.freed:
                 self.room.free(pieces)
+            self._take_space_ahead()
 
     def missing(self, namespaces: Iterable[NamespaceRow]) -> list[NamespaceRow]:
         """Those that are not remembered here as they are."""
@@ -357,6 +378,7 @@ class Environment:
                 return False
             self._slabs.append(slab)
             self.room.add_slab(slab)
+            self._take_space_ahead()
             return True
 
     def _put_slab(self, txn: lmdb.Transaction[memoryview], number: int, size: int) -> Piece:

@@ -125,17 +125,17 @@ class DataFile:
         """Its length."""
         return os.fstat(self._buffered).st_size
 
-    def resize(self, size_bytes: int) -> None:
-        """Set its length, sparse."""
-        os.ftruncate(self._buffered, size_bytes)
+    def take_space(self, offset: int, size_bytes: int) -> None:
+        """Have the file system give a sparse range its space now.
+
+        Raises:
+            OSError: it has none, or can't.
+        """
+        os.posix_fallocate(self._buffered, offset, size_bytes)
 
     def prefetch(self, offset: int, size_bytes: int) -> None:
         """Have the kernel read a range ahead."""
         os.posix_fadvise(self._buffered, offset, size_bytes, os.POSIX_FADV_WILLNEED)
-
-    def evict(self) -> None:
-        """Drop what the page cache holds of it and the medium has."""
-        os.posix_fadvise(self._buffered, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def write(self, pieces: Sequence[Piece], payload: Bytes) -> None:
         """Put `payload` into `pieces`, which it fills but for the end of the last page.

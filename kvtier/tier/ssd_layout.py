@@ -24,8 +24,12 @@ ROW_COST_BYTES = 512
 _ENVIRONMENTS = 8
 _ENVIRONMENT_BATCHES = 16
 _LEAST_BATCHES = 8
+_FIXED_BYTES = 1 << 20
+"""For lock files and directories."""
+
 _TABLES_SHARE = 16
 _TABLES_EXTRA_BYTES = 8 << 20
+_AHEAD_BYTES = 1 << 20
 
 BATCHES_UNDER_WAY = 3
 """Two in flight, one being built: their deletes have not given back any room yet."""
@@ -38,7 +42,7 @@ def whole_pages(size_bytes: int) -> int:
 
 def budget_bytes(capacity_bytes: int) -> int:
     """What all environments together may take."""
-    return whole_pages(capacity_bytes - (1 << 20) - (capacity_bytes >> 10))
+    return whole_pages(capacity_bytes - (capacity_bytes >> 10) - _FIXED_BYTES)
 
 
 def least_map_bytes(batch_bytes: int) -> int:
@@ -47,24 +51,29 @@ def least_map_bytes(batch_bytes: int) -> int:
 
 
 def map_bytes(capacity_bytes: int, batch_bytes: int) -> int:
-    """Size of a new environment.
+    """Size of a new environment: half the capacity has room for half of them.
 
     Raises:
         CapacityError: the capacity is too small for the batches.
     """
-    if budget_bytes(capacity_bytes) < least_map_bytes(batch_bytes):
+    if capacity_bytes < _LEAST_BATCHES * batch_bytes:
         raise CapacityError(
             f"ssd_capacity_bytes {capacity_bytes} is below {_LEAST_BATCHES * batch_bytes}, "
             f"{_LEAST_BATCHES} batches of {batch_bytes}: raise it, or lower ssd_batch_bytes"
         )
     fitting = capacity_bytes // (_ENVIRONMENT_BATCHES * batch_bytes)
-    return whole_pages(budget_bytes(capacity_bytes) // min(_ENVIRONMENTS, max(1, fitting)))
+    return budget_bytes(capacity_bytes // min(_ENVIRONMENTS, max(1, fitting)))
 
 
 def tables_bytes(map_bytes: int) -> int:
     """What an environment keeps for LMDB's tables: a share, doubled for small ones."""
     share = map_bytes // _TABLES_SHARE
     return share + min(share, _TABLES_EXTRA_BYTES)
+
+
+def ahead_bytes(map_bytes: int) -> int:
+    """Space behind LMDB's last page that is taken beforehand: a full disk must allow deletes."""
+    return whole_pages(min(_AHEAD_BYTES, tables_bytes(map_bytes) // 4))
 
 
 def most_rows(map_bytes: int) -> int:
