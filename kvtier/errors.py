@@ -99,4 +99,13 @@ class SegmentDamaged(TierError):
 
 
 class CorruptBlock(TierError):
-    """The stored bytes are not those that were written."""
+    """The stored bytes are not those that were written.
+
+    Attributes:
+        reason: What is wrong, in one word for counters: "absent", "row", "layout" (not a block of
+            this namespace), "short", "checksum" or "undecodable".
+    """
+
+    def __init__(self, message: str, reason: str = "undecodable") -> None:
+        super().__init__(message)
+        self.reason = reason

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 import structlog
 
-from kvtier.codec import RAW, codec_by_id, encode_block
+from kvtier.codec import RAW, encode_block
 from kvtier.codec.base import Bytes, Codec
 from kvtier.codec.lossless import Lossless
 from kvtier.errors import CorruptBlock, TierError, TierFull, TierUnavailable
@@ -39,8 +39,9 @@ from kvtier.tier.ssd_changes import Changes
 from kvtier.tier.ssd_directory import Mark, StoreDirectory, this_boot
 from kvtier.tier.ssd_env import Environment
 from kvtier.tier.ssd_file import BlockIo, medium_errors
+from kvtier.tier.ssd_read import read_block
 from kvtier.tier.ssd_segments import Segments, joined
-from kvtier.types import BlockHash, Loss, NamespaceDigest, NamespaceSpec
+from kvtier.types import BlockHash, Loss, NamespaceDigest
 
 log = structlog.get_logger(__name__)
 
@@ -297,33 +298,11 @@ class SsdTier(BlockTier):
     def read_into(self, key: BlockHash, segment: int, out: Bytes) -> int:
         env = self._live().open.get(segment)
         if env is None:
-            raise CorruptBlock(f"block {key.hex()}: its segment {segment} is gone")
+            raise CorruptBlock(f"block {key.hex()}: its segment {segment} is gone", "absent")
         with env.held():
             row = env.find(key)
-            self._read(env, row, out)
+            read_block(env, row, self._known, out, self._io)
         return row.stored_bytes
-
-    def _read(self, env: Environment, row: fmt.Row, out: Bytes) -> None:
-        """Read, verify and decode a block whose row was found."""
-        codec = codec_by_id(row.codec_id, row.codec_version)
-        spec = self._spec(row, out.size)
-        stored = out if codec is RAW else self._io.buffer(row.stored_bytes)
-        with medium_errors(env.path):
-            env.file.read(row.pieces, stored)
-        if fmt.checksum(row, stored) != row.checksum:
-            raise CorruptBlock(f"block {row.meta.hash.hex()}: the checksum does not match")
-        if codec is not RAW:
-            codec.decode_into(stored, spec, out)
-
-    def _spec(self, row: fmt.Row, out_bytes: int) -> NamespaceSpec:
-        """The layout of the block, once its lengths agree with it."""
-        known = self._known.get(row.meta.namespace)
-        if known is None or not known.spec.block_bytes == row.size_bytes == out_bytes:
-            raise CorruptBlock(f"block {row.meta.hash.hex()}: a block of another layout")
-        raw = row.codec_id == RAW.id
-        if row.stored_bytes > out_bytes or (raw and row.stored_bytes < out_bytes):
-            raise CorruptBlock(f"block {row.meta.hash.hex()}: stored length {row.stored_bytes}")
-        return known.spec
 
     def scrub(self, position: bytes) -> Scrubbed:
         segment, key = position[:_SEGMENT_BYTES], position[_SEGMENT_BYTES:]
@@ -345,7 +324,8 @@ class SsdTier(BlockTier):
         row: fmt.Row | None = None
         try:
             row = env.find(key)
-            self._read(env, row, np.empty(row.size_bytes, dtype=np.uint8))
+            out = np.empty(row.size_bytes, dtype=np.uint8)
+            read_block(env, row, self._known, out, self._io)
         except CorruptBlock as error:
             if row is not None and not _is_still(env, row):
                 return Scrubbed(position, row.meta, env.number, row.stored_bytes, None)

@@ -259,7 +259,7 @@ class Environment:
             if data is not None and fmt.in_pieces(data):
                 runs = txn.get(key, b"", db=self.tables.pieces)
         if data is None or key in self._given_up:
-            raise CorruptBlock(f"block {key.hex()} is not in {self.path}")
+            raise CorruptBlock(f"block {key.hex()} is not in {self.path}", "absent")
         return fmt.parse_row(key, data, runs)
 
     def next_key(self, key: bytes) -> BlockHash | None:
@@ -401,7 +401,7 @@ class Environment:
         """
         with self._lock:
             if self._retired:
-                raise CorruptBlock(f"{self.path} is gone, and its blocks with it")
+                raise CorruptBlock(f"{self.path} is gone, and its blocks with it", "absent")
             self._uses += 1
 
     def release(self) -> None:

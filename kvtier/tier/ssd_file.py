@@ -194,7 +194,7 @@ class DataFile:
         while done < size:
             moved = call(self._buffered, _behind(views, done), offset + done)
             if not moved:
-                raise CorruptBlock(f"{self.path} ends at {offset + done}, before the block does")
+                raise CorruptBlock(f"{self.path} ends at {offset + done}, in a block", "short")
             done += moved
 
     def _try_direct(self, call: _Call, views: list[memoryview], offset: int) -> int:

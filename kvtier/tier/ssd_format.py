@@ -216,12 +216,12 @@ def parse_place(key: bytes, data: bytes, runs: bytes) -> tuple[Piece, ...]:
         CorruptBlock: the place is damaged.
     """
     if len(data) != ROW_BYTES:
-        raise CorruptBlock(f"block {key.hex()}: a row of {len(data)} bytes")
+        raise CorruptBlock(f"block {key.hex()}: a row of {len(data)} bytes", "row")
     _, page, pages, count, crc = _PLACE.unpack_from(data)
     if count == 1:
         runs = RUN.pack(page, pages)
     if len(runs) != count * RUN.size or crc != crc32(runs, crc32(key)):
-        raise CorruptBlock(f"block {key.hex()}: its place is damaged")
+        raise CorruptBlock(f"block {key.hex()}: its place is damaged", "row")
     return tuple(
         Piece(page * PAGE_BYTES, pages * PAGE_BYTES) for page, pages in RUN.iter_unpack(runs)
     )
@@ -247,9 +247,9 @@ def parse_row(key: bytes, data: bytes, runs: bytes) -> Row:
         _HEADER.unpack(key + data[_PLACE.size : end])
     )
     if loss not in (Loss.EXACT, Loss.BOUNDED):
-        raise CorruptBlock(f"block {key.hex()}: no loss is {loss}")
+        raise CorruptBlock(f"block {key.hex()}: no loss is {loss}", "row")
     if not 0 < stored <= aligned(stored) == sum(piece.size_bytes for piece in pieces):
-        raise CorruptBlock(f"block {key.hex()}: {stored} bytes are not what its pieces hold")
+        raise CorruptBlock(f"block {key.hex()}: its pieces do not hold {stored} bytes", "row")
     parent = BlockHash(up) if chained else None
     meta = BlockMeta(
         BlockHash(key), parent, depth, NamespaceDigest(digest), generation, stamp, born

@@ -300,7 +300,7 @@ class TierContract:
         prepared = shelf.prepare(LARGE, 0)
         assert (prepared.codec_id, prepared.payload.size) == (0, LARGE.block_bytes)
         shelf.commit([shelf.tier.write(prepared)])
-        with pytest.raises(CorruptBlock, match="layout"):
+        with pytest.raises(CorruptBlock, match="namespace is not known"):
             shelf.read(LARGE, 0)
         shelf.tier.commit(namespaces=ROWS)
         shelf.assert_reads(LARGE, 0)
