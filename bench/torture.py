@@ -274,7 +274,7 @@ class Run:
     def _end_boot(self) -> bool:
         """Let the clients work and end the daemon in the middle of it; False if it was not killed:
         it had stopped before."""
-        end = self._rng.choices(("work", "durable", "dropped", "drain"), (45, 25, 10, 20))[0]
+        end = self._rng.choices(("work", "durable", "dropped", "drain"), (40, 25, 15, 20))[0]
         pid = self._daemon.pid
         for client in self._clients[1:]:
             client.say("work")
@@ -371,8 +371,23 @@ class Run:
         self.notes += [f"{name} is left after a clean stop" for name in found]
 
     def _note_log(self) -> None:
-        log = (self._home / "kvtier.log").read_text(errors="replace")
-        self.counts["tracebacks"] += log.count("Traceback (most recent call last)")
+        errors = tracebacks((self._home / "kvtier.log").read_text(errors="replace"))
+        self.counts["tracebacks"] += errors.total()
+        self.notes += [f"{count} tracebacks: {error}" for error, count in errors.most_common(3)]
+
+
+def tracebacks(log: str) -> Counter[str]:
+    """How often a log has a traceback, by the line that ends it."""
+    endings: Counter[str] = Counter()
+    inside = False
+    for line in log.splitlines():
+        if line.startswith("Traceback (most recent call last)"):
+            inside = True
+        elif inside and line and not line[0].isspace():
+            endings[line] += 1
+            inside = False
+    endings["cut off by a kill"] += inside
+    return +endings
 
 
 def leftovers(home: Path, stores: Sequence[Path]) -> list[str]:
@@ -462,6 +477,8 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="where on the SSD; default: temporary files")
     parser.add_argument("--json", action="store_true", help="one JSON line")
     arguments = parser.parse_args()
+    if arguments.kills < 1:
+        parser.error("--kills must be at least 1")
     console = Console(stderr=True)
     started_s = time.monotonic()
     with scratch_directory(arguments.directory) as directory:

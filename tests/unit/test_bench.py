@@ -21,7 +21,7 @@ from bench import torture_client
 from bench.common import DuSampler, disk_usage_bytes, report
 from bench.raw_file import REQUEST_BYTES, RawFile
 from bench.restart import differences, label_of, prompts
-from bench.torture import SCENARIOS, leftovers, open_files, parts_of
+from bench.torture import SCENARIOS, leftovers, open_files, parts_of, tracebacks
 from bench.torture_client import BLOCK_BYTES, MAX_BLOCKS, TortureClient, content, prompt
 from bench.torture_journal import Event, Journal, Slot
 from kvtier.client import Client
@@ -302,6 +302,13 @@ def test_what_a_clean_stop_may_leave(tmp_path: Path) -> None:
     for path in strange:
         path.touch()
     assert leftovers(tmp_path, [store]) == sorted(map(str, strange))
+
+
+def test_tracebacks_are_told_by_their_last_line() -> None:
+    one = "Traceback (most recent call last):\n  File x\n    f()\n\nKeyError: 3\n"
+    assert tracebacks("info\n" + one + "info\n" + one) == Counter({"KeyError: 3": 2})
+    assert tracebacks("info\nwarning: no Traceback\n") == Counter()
+    assert tracebacks(one[:-13]).total() == 1
 
 
 def test_open_files_are_counted_by_name(tmp_path: Path) -> None:
