@@ -45,7 +45,7 @@ class DaemonProcess:
         self.ssd_directory = directory / "ssd"
         # tmpfs, and away from `directory`, which may be on a disk.
         shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        self._arena = Path(tempfile.mkdtemp(prefix="kvtier-", dir=shm))
+        self._arena = Path(tempfile.mkdtemp(prefix=f"kvtier-{os.getpid()}-", dir=shm))
         values: dict[str, object] = {
             "address": self.address,
             "arena_dir": self._arena,

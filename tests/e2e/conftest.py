@@ -39,9 +39,9 @@ def _descriptors() -> list[str]:
 
 
 def _orphaned_arenas() -> set[str]:
-    """Arenas on this machine that no daemon owns; other people's daemons hold their lock."""
+    """Arenas that this process had made and that no daemon owns any more."""
     orphans = set()
-    for directory in Path("/dev/shm").glob("kvtier-*"):
+    for directory in Path("/dev/shm").glob(f"kvtier-*{os.getpid()}*"):
         try:
             with (directory / "daemon.lock").open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from zlib import crc32
 
 import lmdb
 import pytest
@@ -196,20 +197,23 @@ def test_another_capacity_while_clients_live(daemon: DaemonProcess, connect: Con
     assert put(connect(daemon), SPEC, chain("a", 2)) == 2
 
 
-def test_a_newer_format(serve: Serve, start_daemon: StartDaemon) -> None:
+def test_a_newer_format(serve: Serve, start_daemon: StartDaemon, connect: Connect) -> None:
     daemon = start_daemon()
+    client = connect(daemon)
+    put(client, SPEC, hashes := chain("a", 2))
+    assert all(client.flush(SPEC, hashes, timeout_s=20.0))
     assert daemon.stop() == 0
-    environment = lmdb.open(
-        str(daemon.ssd_directory / "env-000"), max_dbs=8, map_size=256 << 20, create=False
-    )
+    file = daemon.ssd_directory / "env-000" / "data.mdb"
+    environment = lmdb.open(str(file.parent), max_dbs=8, map_size=file.stat().st_size, create=False)
     header = environment.open_db(b"header", create=False)
+    version = struct.pack("<I", 999)
     with environment.begin(write=True) as transaction:
-        transaction.put(b"format", struct.pack("<I", 999), db=header)
+        transaction.put(b"format", version + struct.pack("<I", crc32(version)), db=header)
     environment.close()
-    before = (daemon.ssd_directory / "env-000" / "data.mdb").read_bytes()
-    serve.refuses("999", "upgrade", ssd_directories=daemon.ssd_directory)
+    before = file.read_bytes()
+    serve.refuses("999", str(daemon.ssd_directory), ssd_directories=daemon.ssd_directory)
     serve.left_nothing()
-    assert (daemon.ssd_directory / "env-000" / "data.mdb").read_bytes() == before
+    assert file.read_bytes() == before
 
 
 def test_capacities_that_do_not_fit(serve: Serve) -> None:
