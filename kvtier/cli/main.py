@@ -2,7 +2,8 @@
 
 Importing this must stay quick and must not import torch: commands import what they need.
 
-Exit codes: 0 done, 1 failed, 2 the command line or a setting is wrong, 130 ctrl-c.
+Exit codes: 0 done, 1 failed, 2 the command line or a setting is wrong, 130 ctrl-c. `kvtier check`
+says what its own mean.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Annotated
 import typer
 
 from kvtier import __version__
-from kvtier.cli import demo, serve, status
+from kvtier.cli import check, demo, serve, status
 from kvtier.errors import ConfigError, KvtierError
 
 _ENGINE_PACKAGES = {"torch", "safetensors", "tokenizers"}
@@ -32,6 +33,7 @@ app.command("config")(serve.with_settings(serve.config))
 app.command("demo")(demo.demo)
 app.command("status")(status.status)
 app.command("top")(status.top)
+app.command("check")(check.check)
 
 
 @app.command("version")

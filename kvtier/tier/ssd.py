@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import structlog
 
 from kvtier.codec import RAW, encode_block
@@ -39,7 +38,7 @@ from kvtier.tier.ssd_changes import Changes
 from kvtier.tier.ssd_directory import Mark, StoreDirectory, this_boot
 from kvtier.tier.ssd_env import Environment
 from kvtier.tier.ssd_file import BlockIo, medium_errors
-from kvtier.tier.ssd_read import read_block
+from kvtier.tier.ssd_read import read_block, verify_block
 from kvtier.tier.ssd_segments import Segments, joined
 from kvtier.types import BlockHash, Loss, NamespaceDigest
 
@@ -324,8 +323,7 @@ class SsdTier(BlockTier):
         row: fmt.Row | None = None
         try:
             row = env.find(key)
-            out = np.empty(row.size_bytes, dtype=np.uint8)
-            read_block(env, row, self._known, out, self._io)
+            verify_block(env, row, self._known, self._io)
         except CorruptBlock as error:
             if row is not None and not _is_still(env, row):
                 return Scrubbed(position, row.meta, env.number, row.stored_bytes, None)

@@ -168,15 +168,23 @@ class Environment:
         with self._lmdb.begin() as txn:
             runs = [fmt.RUN.unpack(value) for _, value in txn.cursor(self.tables.slabs)]
         self._slabs = [Piece(page * fmt.PAGE_BYTES, n * fmt.PAGE_BYTES) for page, n in runs]
-        for number in {0, len(self._slabs) - 1} if self._slabs else ():
-            if not self.slab_is_in_place(number):
-                raise self._damaged(f"slab {number} is not where it was put (a compacted copy?)")
+        if self._slabs:
+            self.check_slabs((0, len(self._slabs) - 1))
 
-    def slab_is_in_place(self, number: int) -> bool:
-        """Whether its first bytes are where they were put."""
-        head = fmt.slab_head(self.identity, number)
-        at = self._slabs[number].offset_bytes - self.page_bytes + PAGE_HEADER.size
-        return self.file.read_at(at, len(head)) == head
+    def check_slabs(self, numbers: Iterable[int] | None = None) -> None:
+        """Whether slabs, by default all, are where they were put.
+
+        Raises:
+            SegmentDamaged: one is not.
+            TierUnavailable: the medium failed.
+        """
+        for number in range(len(self._slabs)) if numbers is None else numbers:
+            head = fmt.slab_head(self.identity, number)
+            at = self._slabs[number].offset_bytes - self.page_bytes + PAGE_HEADER.size
+            with self.errors():
+                found = self.file.read_at(at, len(head))
+            if found != head:
+                raise self._damaged(f"slab {number} is not where it was put (a compacted copy?)")
 
     def load(self) -> StoredBlocks:
         """Read the namespaces and all rows, and account for them.
@@ -218,6 +226,11 @@ class Environment:
     def _read_rows(self) -> ReadableRows:
         with self._lmdb.begin() as txn:
             return read_rows(txn, self.tables.rows, self.tables.pieces, sorted(self._slabs))
+
+    @property
+    def unreadable(self) -> frozenset[BlockHash]:
+        """Blocks whose rows are still there and mean nothing; the next commit deletes them."""
+        return frozenset(self._given_up)
 
     def stored_blocks(self) -> StoredBlocks:
         """All readable blocks as they are now.
@@ -296,7 +309,7 @@ class Environment:
             TierUnavailable: the medium failed.
         """
         for part in changes.parts():
-            given_up = frozenset(self._given_up)
+            given_up = self.unreadable
             with self.errors():
                 self._check_length()
                 with self._lmdb.begin(write=True) as txn:

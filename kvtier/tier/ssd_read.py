@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from kvtier.codec import RAW, codec_by_id
 from kvtier.codec.base import Bytes
 from kvtier.errors import CorruptBlock
@@ -43,6 +45,18 @@ def read_block(
         raise _corrupt(row, "the checksum does not match", "checksum")
     if codec is not RAW:
         codec.decode_into(stored, spec, out)
+
+
+def verify_block(
+    env: Environment,
+    row: fmt.Row,
+    known: Mapping[NamespaceDigest, NamespaceRow],
+    io: BlockIo,
+) -> None:
+    """read_block() into memory of its own, whose size the row has no say in."""
+    namespace = known.get(row.meta.namespace)
+    size_bytes = 0 if namespace is None else namespace.spec.block_bytes
+    read_block(env, row, known, np.empty(size_bytes, dtype=np.uint8), io)
 
 
 def _spec(
