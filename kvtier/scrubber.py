@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from kvtier.errors import TierError, TierUnavailable
+from kvtier.errors import CorruptBlock, TierError, TierUnavailable
 from kvtier.shard_context import ShardContext
 from kvtier.shard_health import ShardHealth
 from kvtier.shard_loads import ShardLoads
@@ -134,6 +134,7 @@ class Scrubber:
             error=str(block.error),
         )
         if block.meta is not None:
-            reason = type(block.error).__name__
+            error = block.error
+            reason = error.reason if isinstance(error, CorruptBlock) else type(error).__name__
             context.store.tiers.corrupt(block.meta, context.number, block.segment, reason)
             context.changed()

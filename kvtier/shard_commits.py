@@ -19,7 +19,7 @@ from functools import partial
 import structlog
 
 from kvtier.busy import BusyTime
-from kvtier.errors import SegmentDamaged, TierError, TierUnavailable
+from kvtier.errors import SegmentDamaged, TierError, TierFull, TierUnavailable
 from kvtier.jobs import DeleteJob, RememberJob, RestampJob, WriteJob
 from kvtier.progress import Progress
 from kvtier.quiet_log import QuietLog
@@ -268,6 +268,8 @@ class ShardCommits:
         try:
             written = await self._without_doomed(written)
             error = await self._transact(batch, [w for _, w in written if not _failed(w)])
+            if any(isinstance(outcome, TierFull) for outcome in (error, *(w for _, w in written))):
+                await self._report_room()
         finally:
             self._answer(batch, written, error)
         for unit in batch.units:
@@ -317,6 +319,15 @@ class ShardCommits:
             return error
         context.store.tiers.ssd_committed(context.number, usage)
         return None
+
+    async def _report_room(self) -> None:
+        """Others may have filled the disk: the store has to know, or it would try for ever."""
+        try:
+            usage = await self._health.run(self._committer, self._context.tier.usage)
+        except TierError as error:
+            self._health.trouble(error)
+            return
+        self._context.store.tiers.ssd_committed(self._context.number, usage)
 
     def _answer(
         self,

@@ -58,6 +58,9 @@ class FakeTier(BlockTier):
         events: Operations that succeeded, in order: (name, block or number of things).
         segments: What is committed: number -> hash -> (meta, payload).
         segment: Which one new blocks go to.
+        surplus: What excess() says, once.
+        kept: Segments that reopen() finds again; None: all.
+        limit_bytes: What usage() says of room.
         unnamed: Blocks written and neither committed nor discarded.
     """
 
@@ -70,6 +73,7 @@ class FakeTier(BlockTier):
         self.rows: dict[NamespaceDigest, NamespaceRow] = {}
         self.surplus: int | None = None
         self.kept: Sequence[int] | None = None
+        self.limit_bytes = CAPACITY_BYTES
         self._guard = threading.Lock()
 
     def _begin(self, name: str, key: BlockHash | None = None) -> None:
@@ -91,7 +95,7 @@ class FakeTier(BlockTier):
     def usage(self) -> TierUsage:
         blocks = [p for segment in self.segments.values() for _, p in segment.values()]
         used = sum(payload.size for payload in blocks)
-        return TierUsage(used, used, CAPACITY_BYTES, len(blocks), used)
+        return TierUsage(used, used, self.limit_bytes, len(blocks), used)
 
     def prepare(self, meta: BlockMeta, block: Bytes, allowed_loss: Loss) -> PreparedBlock:
         self._begin("prepare", meta.hash)
@@ -154,7 +158,7 @@ class FakeTier(BlockTier):
         meta, payload = self.segments[number][key]
         good = np.array_equal(payload, content(key, payload.size))
         self._end("scrub", key)
-        error = None if good else CorruptBlock("checksum")
+        error = None if good else CorruptBlock("wrong bytes", "checksum")
         return Scrubbed(key, meta, number, payload.size, error)
 
     def excess(self) -> int | None:

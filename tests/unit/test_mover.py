@@ -246,6 +246,19 @@ async def test_one_block_that_can_not_be_written() -> None:
         assert made.store.counters.ssd_write_failed_blocks == 1
 
 
+async def test_the_store_learns_that_others_have_filled_the_disk() -> None:
+    async with world() as made:
+        await made.put_on_ssd(old := chain("old", 8))
+        made.tiers[0].hook = Failing("write", TierFull("others have filled the disk"), times=1)
+        made.tiers[0].limit_bytes = 8 * BLOCK_BYTES
+        made.put(new := chain("new", 1))
+        made.write_all()
+        assert await made.mover.settle(20.0)
+        made.write_all(later_s=2 * RETRY_S)
+        await made.until(lambda: all(made.stored(new)), "in the place of an old one")
+        assert made.stored(old).count(True) == 7
+
+
 async def test_a_block_that_can_not_be_encoded() -> None:
     async with world() as made:
         hashes = chain("unlucky", 8)
@@ -598,7 +611,7 @@ async def test_rotten_blocks_are_found_without_a_read(scrubbing: None) -> None:
         tier.segments[0][hashes[5]] = (meta, np.bitwise_xor(payload, 1))
         await made.until(lambda: not made.stored(hashes[5:6])[0], "it is found and dropped")
         assert made.stored(hashes) == [key != hashes[5] for key in hashes]
-        assert made.store.counters.corrupt_blocks == {"CorruptBlock": 1}
+        assert made.store.counters.corrupt_blocks == {"checksum": 1}
         assert made.store.counters.scrubbed_bytes >= BLOCK_BYTES
         assert made.store.reads.lookup(made.namespace, hashes).ssd_blocks == 5
         assert made.online()
