@@ -68,6 +68,30 @@ def test_claimed_extents_are_never_given_out() -> None:
     assert extents.allocate(2 * PAGE) is not None
 
 
+def test_pieces_are_few_and_only_where_no_hole_is_long_enough() -> None:
+    extents = ExtentAllocator(20 * PAGE)
+    extents.claim(Extent(0, 20 * PAGE))
+    for start, pages in ((1, 1), (4, 3), (9, 5), (16, 2)):
+        extents.free(Extent(start * PAGE, pages * PAGE))
+    assert extents.allocate_pieces(3 * PAGE, 4) == [Extent(4 * PAGE, 3 * PAGE)]
+    extents.free(Extent(4 * PAGE, 3 * PAGE))
+    assert extents.allocate_pieces(7 * PAGE - 5, 1) is None
+    assert extents.allocate_pieces(10 * PAGE, 2) is None
+    assert extents.free_bytes == 11 * PAGE
+    # The largest holes, and the best fit for what is left.
+    assert extents.allocate_pieces(7 * PAGE - 5, 2) == [
+        Extent(9 * PAGE, 5 * PAGE),
+        Extent(16 * PAGE, 2 * PAGE),
+    ]
+    assert extents.allocate_pieces(5 * PAGE, 9) is None
+    assert extents.allocate_pieces(4 * PAGE, 2) == [
+        Extent(4 * PAGE, 3 * PAGE),
+        Extent(1 * PAGE, 1 * PAGE),
+    ]
+    assert extents.free_bytes == 0
+    extents.check_integrity()
+
+
 def test_an_allocator_of_nothing_has_nothing() -> None:
     extents = ExtentAllocator(PAGE - 1)
     assert extents.allocate(1) is None
