@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BASE = "types errors"
 CORE = (
-    "hashing extents arena admission index leases jobs residency tiers reads writes metrics sizes"
-    " addresses process"
+    "hashing extents arena admission index leases jobs residency endurance speed"
+    " shards tiers reads writes restore metrics sizes addresses process"
 )
 
 MAY_IMPORT = [
@@ -48,9 +48,17 @@ MAY_IMPORT = [
     ("leases", f"{BASE} extents index"),
     ("jobs", f"{BASE} index tier.base"),
     ("admission", BASE),
-    ("residency", f"{BASE} admission extents index jobs metrics policy.base tier.base"),
-    ("tiers", f"{BASE} index jobs metrics residency tier.base"),
-    ("reads", f"{BASE} extents arena index jobs leases metrics tiers"),
+    ("endurance", ""),
+    ("speed", ""),
+    ("residency", f"{BASE} extents index metrics policy.base"),
+    (
+        "shards",
+        f"{BASE} admission endurance extents index jobs metrics policy.base residency speed"
+        " tier.base",
+    ),
+    ("tiers", f"{BASE} index jobs metrics residency shards tier.base"),
+    ("reads", f"{BASE} extents arena index jobs leases metrics speed tiers"),
+    ("restore", f"{BASE} index shards tier.base tiers"),
     ("writes", f"{BASE} extents arena index leases metrics tiers"),
     ("store", f"{BASE} {CORE} policy.base tier.base"),
     ("progress", ""),
@@ -95,8 +103,8 @@ HOME_OF = {
 }
 
 STANDARD_LIBRARY_ONLY = (
-    "types errors admission extents metrics index leases jobs residency tiers reads writes store"
-    " policy.*"
+    "types errors admission endurance speed extents metrics index leases jobs residency shards"
+    " tiers reads writes store policy.*"
 )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier.errors import CorruptBlock, TierUnavailable
-from kvtier.jobs import RestampJob
+from kvtier.jobs import RestampJob, WriteJob
 from kvtier.shards import RESTAMP_S, SsdResidency
 from kvtier.store import StoreConfig
 from kvtier.types import BlockHash, Refusal, WritePolicy
@@ -561,9 +561,11 @@ def test_the_budget_counts_what_the_codec_left() -> None:
     world.take_jobs()
     world.finish_write()
     (job,) = world.writer
-    assert shards_of(world).budget.written_today_bytes == PAGE
-    shards_of(world).written(job, 0.0, stored_bytes=1_000, segment=0, loss=job.allowed_loss)  # type: ignore[arg-type]
-    assert shards_of(world).budget.written_today_bytes == 1_000
+    assert isinstance(job, WriteJob)
+    ssd = shards_of(world)
+    assert ssd.budget.written_today_bytes == PAGE
+    ssd.written(job, 0.0, stored_bytes=1_000, segment=0, loss=job.allowed_loss)
+    assert ssd.budget.written_today_bytes == 1_000
 
 
 def test_a_parent_in_another_namespace_is_no_parent() -> None:
