@@ -354,9 +354,10 @@ class Environment:
         """
         if self.account.blocks + self.room.written_blocks >= layout.most_rows(self.map_bytes):
             return ()
-        pieces = self.room.take(size_bytes, 1)
+        most = 1 if size_bytes <= layout.slab_bytes(self.map_bytes) else fmt.MOST_PIECES
+        pieces = self.room.take(size_bytes, most)
         while not pieces and self._grow(min_free_bytes):
-            pieces = self.room.take(size_bytes, 1)
+            pieces = self.room.take(size_bytes, most)
         return pieces or self.room.take(size_bytes)
 
     @property

@@ -7,6 +7,7 @@ the lengths of all files, and what was set aside, never add up to more.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import structlog
 
-from kvtier.errors import CapacityError, SegmentDamaged, TierFull
+from kvtier.errors import CapacityError, SegmentDamaged, TierFull, TierUnavailable
 from kvtier.tier import ssd_layout as layout
 from kvtier.tier.base import STORED_BLOCK, NamespaceRow, Piece, StoredBlocks
 from kvtier.tier.ssd_directory import StoreDirectory
@@ -190,14 +191,16 @@ class Segments:
         That is the batches under way, and a batch for every further environment, since what is
         left in one is no use to a block that fits only in another. It shrinks while others fill
         the file system, so that the store makes room among its own blocks. And it shrinks when
-        blocks are so small that their rows fill the tables before they fill the slabs.
+        blocks are so small that their rows fill the tables before they fill the slabs. What it says
+        of a file system that does not answer, the next write will tell.
         """
         envs, planned = list(self.open.values()), self.planned_maps()
         page_bytes = envs[0].page_bytes if envs else layout.LMDB_PAGE_BYTES
         growth_bytes = sum(env.growable_bytes() for env in envs)
         growth_bytes += sum(layout.slabs_bytes(size, page_bytes) for size in planned)
-        room_bytes = sum(env.room.size_bytes for env in envs)
-        room_bytes += min(growth_bytes, max(0, self._free_bytes()))
+        with contextlib.suppress(TierUnavailable):
+            growth_bytes = min(growth_bytes, max(0, self._free_bytes()))
+        room_bytes = sum(env.room.size_bytes for env in envs) + growth_bytes
         blocks = sum(env.account.blocks for env in envs)
         if blocks:
             most = sum(layout.most_rows(size) for size in [*_maps(envs), *planned])
