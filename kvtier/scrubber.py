@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Executor
-from dataclasses import dataclass
 
 import structlog
 
@@ -29,15 +28,6 @@ LEAST_BLOCKS = 2
 """Read in one go at least: the first warms up, the second measures."""
 EMPTY_PAUSE_S = 10.0
 BUSY_PAUSE_S = 0.25
-
-
-@dataclass(slots=True)
-class _Slice:
-    """Some blocks, and how long all but the first took."""
-
-    blocks: list[Scrubbed]
-    timed_bytes: int = 0
-    timed_s: float = 0.0
 
 
 class Scrubber:
@@ -88,28 +78,31 @@ class Scrubber:
         finally:
             self.busy = False
             self._context.progress.notify()
-        for block in done.blocks:
+        for block, _ in done:
             self._position = block.position
             self._note(block)
-        if probing and done.timed_bytes:
-            self._loads.speed(done.timed_bytes, done.timed_s)
-        return [block for block in done.blocks if block.stored_bytes or block.error]
+        if probing:
+            self._measure(done[1:] or done)  # The first one warmed up.
+        return [block for block, _ in done if block.stored_bytes or block.error]
 
-    def _slice(self) -> _Slice:
-        """On a reader's thread: some blocks, fewer if loads come meanwhile."""
+    def _measure(self, done: list[tuple[Scrubbed, float]]) -> None:
+        stored_bytes = sum(block.stored_bytes for block, _ in done)
+        if stored_bytes:
+            self._loads.speed(stored_bytes, sum(seconds for _, seconds in done))
+
+    def _slice(self) -> list[tuple[Scrubbed, float]]:
+        """On a reader's thread: some blocks, and the seconds that each took."""
         clock = self._context.clock
-        done = _Slice([])
-        position, cost_bytes, started_s = self._position, 0, clock()
-        while len(done.blocks) < LEAST_BLOCKS or cost_bytes < SLICE_BYTES:
+        # A slow disk is not one that hangs.
+        end_s = clock() + self._context.config.timeout_s / 4
+        done: list[tuple[Scrubbed, float]] = []
+        position, cost_bytes = self._position, 0
+        while len(done) < LEAST_BLOCKS or cost_bytes < SLICE_BYTES:
+            started_s = clock()
             block = self._context.tier.scrub(position)
-            done.blocks.append(block)
-            if block.meta is None:
+            done.append((block, clock() - started_s))
+            if block.meta is None or clock() > end_s:
                 break
-            if len(done.blocks) > 1:
-                done.timed_bytes += block.stored_bytes
-                done.timed_s = clock() - started_s
-            else:
-                started_s = clock()
             if self._loads.under_way:
                 break  # They go first.
             position = block.position
