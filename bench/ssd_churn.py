@@ -3,9 +3,9 @@
 Prompts of eight blocks in five namespaces (0.25 to 4.5 MB a block) are put and flushed through a
 real daemon (`full`, codec raw), a group at a time:
 
-    once over the capacity, so that all space was written before, then everything is dropped;
-    fresh: until the SSD starts to evict;
-    the capacity ten times over; steady: the last two of them;
+    once over the capacity, so that all space was written before;
+    fresh: everything is dropped, and the SSD filled until it starts to evict (median of three);
+    the capacity ten times over; steady: the last three of them (median);
     then on, while another thread loads single blocks that are on the SSD only, one after the other.
 
 `du` of the directory is watched all the time.
@@ -14,6 +14,7 @@ real daemon (`full`, codec raw), a group at a time:
 from __future__ import annotations
 
 import random
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ BLOCK_TOKENS = (64, 32, 16, 8, 4)
 """Of the namespaces: blocks of 4.5, 2.2, 1.1, 0.56 and 0.28 MB."""
 PROMPT_BLOCKS = 8
 OVERWRITES = 10
-STEADY_OVERWRITES = 2
+REPEATS = 3
 HOST_BYTES = 256 << 20
 BATCH_BYTES = 16 << 20
 RECENT_SHARE = 0.5
@@ -65,12 +66,10 @@ class Amount:
     put_s: float = 0.0
     flush_s: float = 0.0
 
-    @property
     def gbps(self) -> float:
         """Put and flush together."""
         return self.size_bytes / GB / (self.put_s + self.flush_s)
 
-    @property
     def flush_gbps(self) -> float:
         """Flush alone."""
         return self.size_bytes / GB / self.flush_s
@@ -231,36 +230,45 @@ def measure(
         du = churn.du
     times_ms = [1000 * taken_s for taken_s in loader.times_s]
     return {
-        "churn_ratio": steady.gbps / fresh.gbps,
-        "churn_flush_ratio": steady.flush_gbps / fresh.flush_gbps,
+        "churn_ratio": typical(steady, Amount.gbps) / typical(fresh, Amount.gbps),
+        "churn_flush_ratio": typical(steady, Amount.flush_gbps) / typical(fresh, Amount.flush_gbps),
         "file_over_cap": du.over > 0,
         "p99_load_ms": percentile(times_ms, 99),
         "p50_load_ms": percentile(times_ms, 50),
         "loads": len(times_ms),
-        "churn_fresh_gbps": fresh.gbps,
-        "churn_steady_gbps": steady.gbps,
-        "churn_loading_gbps": loading.gbps,
-        "churn_fresh_flush_gbps": fresh.flush_gbps,
-        "churn_steady_flush_gbps": steady.flush_gbps,
+        "churn_fresh_gbps": typical(fresh, Amount.gbps),
+        "churn_steady_gbps": typical(steady, Amount.gbps),
+        "churn_loading_gbps": loading.gbps(),
+        "churn_fresh_flush_gbps": typical(fresh, Amount.flush_gbps),
+        "churn_steady_flush_gbps": typical(steady, Amount.flush_gbps),
         "du_highest_of_cap": du.highest_bytes / capacity_bytes,
         "du_samples": du.samples,
     }
 
 
-def overwrite(churn: Churn, tell: Callable[[str], None]) -> tuple[Amount, Amount]:
+def overwrite(churn: Churn, tell: Callable[[str], None]) -> tuple[list[Amount], list[Amount]]:
     """What filling the empty SSD took, and what the last of many overwrites took."""
 
-    def times(share: float) -> Callable[[Amount], bool]:
-        return lambda done: done.size_bytes >= share * churn.capacity_bytes
+    def once(done: Amount) -> bool:
+        return done.size_bytes >= churn.capacity_bytes
+
+    def until_full(done: Amount) -> bool:
+        return bool(done.size_bytes) and churn.evicted_blocks() > evicted_before
 
     tell("churn: writing all space once")
-    churn.write(times(1))
-    churn.empty()
-    tell("churn: fresh")
-    before = churn.evicted_blocks()
-    fresh = churn.write(lambda done: bool(done.size_bytes) and churn.evicted_blocks() > before)
-    for number in range(OVERWRITES - STEADY_OVERWRITES):
+    churn.write(once)
+    fresh, overwrites = [], []
+    for repeat in range(REPEATS):
+        tell(f"churn: fresh {repeat + 1}/{REPEATS}")
+        churn.empty()
+        evicted_before = churn.evicted_blocks()
+        fresh.append(churn.write(until_full))
+    for number in range(OVERWRITES):
         tell(f"churn: overwriting {number + 1}/{OVERWRITES}")
-        churn.write(times(1))
-    tell(f"churn: overwriting {OVERWRITES}/{OVERWRITES}")
-    return fresh, churn.write(times(STEADY_OVERWRITES))
+        overwrites.append(churn.write(once))
+    return fresh, overwrites[-REPEATS:]
+
+
+def typical(amounts: Sequence[Amount], speed: Callable[[Amount], float]) -> float:
+    """The median speed."""
+    return statistics.median(map(speed, amounts))
