@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier.errors import KvtierError
@@ -28,12 +29,20 @@ class DaemonProcess:
             start().
     """
 
-    def __init__(self, directory: Path, *, ssd: bool = True, **settings: object) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        ssd: bool = True,
+        program: Sequence[str] = ("kvtier",),
+        **settings: object,
+    ) -> None:
         """Start, and wait until it answers.
 
         Args:
             directory: An empty directory for the socket, the SSD tier and the log.
             ssd: False for no SSD tier.
+            program: The module that runs kvtier's command line, and what it wants first.
             settings: Further settings by name (kvtier.config.Settings).
 
         Raises:
@@ -54,7 +63,7 @@ class DaemonProcess:
             **settings,
         }
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
-        self._command = [sys.executable, "-m", "kvtier", "serve", *flags]
+        self._command = [sys.executable, "-m", *program, "serve", *flags]
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self.start()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from kvtier.arena import WRITE_RECORDS, ControlPage, WriteRecord
 from kvtier.errors import InvalidRequest, LeaseState, UnknownLease
 from kvtier.extents import Extent
-from kvtier.index import Block, BlockIndex, HostCopy, HostState, Namespace
+from kvtier.index import Block, BlockIndex, HostCopy, HostState, Namespace, SsdState
 from kvtier.leases import LeaseTable, Quarantine, WriteLease
 from kvtier.metrics import Counters
 from kvtier.tiers import Tiers
@@ -159,7 +159,8 @@ class Writes:
         if copy is not None and copy.state is HostState.WRITING:
             return True
         if block.hit(allowed_loss):
-            return True
+            # One on the SSD only was too slow to load, or had no room: here it comes for nothing.
+            return copy is not None
         # A copy that lost more than this client allows gives way to its exact one.
         if block.held:
             self._tiers.drop_copies(block)
@@ -244,7 +245,8 @@ class Writes:
             host.unpin(copy)
         if ssd is not None:
             for block in fresh:
-                ssd.stored(block, now_s)
+                if block.ssd is SsdState.ABSENT:
+                    ssd.stored(block, now_s)
         self._counters.stored_blocks += len(fresh)
         return len(fresh)
 

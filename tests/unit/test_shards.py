@@ -602,3 +602,20 @@ def test_a_shard_that_missed_a_drop_learns_of_it_at_the_restart() -> None:
     generations = {medium.rows[world.open(SPEC).digest].generation for medium in world.media}
     assert generations == {world.open(SPEC).generation}
     assert not world.media[1].blocks
+
+
+def test_a_block_that_was_too_slow_to_load_comes_to_ram_when_it_is_computed() -> None:
+    """It is offered again for nothing; the SSD has it already, so it is not written twice."""
+    world = striped(1)
+    hashes = stored_chain(world, 4)
+    only_on_ssd(world, hashes)
+    written = world.store.counters.ssd_written_blocks
+    reserved = world.put(world.open(SPEC), hashes)
+    assert reserved.indices == [0, 1, 2, 3]
+    assert world.store.reads.lookup(world.open(SPEC), hashes).host_blocks == 4
+    world.store.tiers.write_ahead(world.now_s, idle=True)
+    world.take_jobs()
+    world.settle()
+    assert world.store.counters.ssd_written_blocks == written
+    world.restart()
+    assert present(world, hashes) == 4
