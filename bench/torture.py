@@ -60,7 +60,7 @@ SETTLE_S = 5.0
 START_KILLS = 0.25
 """How often a restart is killed while it starts."""
 CLIENT_KILLS = 0.1
-STORE_FILES = re.compile(r"kvtier\.lock|env-\d+(/(data|lock)\.mdb)?")
+STORE_FILES = re.compile(r"kvtier\.(lock|boot)|env-\d+(/(data|lock)\.mdb)?")
 """What a store that was never damaged has in its directory after a clean close."""
 
 

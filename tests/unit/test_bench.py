@@ -288,7 +288,7 @@ def test_bytes_name_the_block_and_its_drops() -> None:
 
 def test_what_a_clean_stop_may_leave(tmp_path: Path) -> None:
     store = tmp_path / "ssd"
-    for name in ("env-000/data.mdb", "env-000/lock.mdb", "env-011/data.mdb", "kvtier.lock"):
+    for name in ("env-000/data.mdb", "env-000/lock.mdb", "kvtier.boot", "kvtier.lock"):
         (store / name).parent.mkdir(parents=True, exist_ok=True)
         (store / name).touch()
     (tmp_path / "kvtier.log").touch()
@@ -296,7 +296,7 @@ def test_what_a_clean_stop_may_leave(tmp_path: Path) -> None:
     strange = [
         tmp_path / "kvtier.sock",
         store / "env-000" / "data.new",
-        store / "kvtier.boot",
+        store / "env-001.new",
         store / "quarantine-000",
     ]
     for path in strange:
