@@ -58,6 +58,7 @@ class Failing:
         keys: set[BlockHash] | None = None,
     ) -> None:
         self.left = times
+        self.raised = 0
         self._where = where
         self._error = error
         self._keys = keys
@@ -71,6 +72,7 @@ class Failing:
                 if not self.left:
                     return
                 self.left -= 1
+            self.raised += 1
         raise self._error
 
     def over(self) -> None:
@@ -114,7 +116,10 @@ async def test_as_many_reads_in_flight_as_there_are_threads() -> None:
         assert set(gate.seen[:4]) == set(hashes[:4]), "the first blocks first"
 
 
-async def test_blocks_are_written_while_others_are_committed() -> None:
+async def test_blocks_are_written_while_others_are_committed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shard_writes, "UNIT_BYTES", BLOCK_BYTES)
     async with world(batch_bytes=8 * BLOCK_BYTES) as made:
         tier = made.tiers[0]
         await made.put_on_ssd(chain("first", 1))
@@ -124,13 +129,14 @@ async def test_blocks_are_written_while_others_are_committed() -> None:
         made.write_all()
         await made.until(lambda: gate.waiting == 1, "a commit is under way")
         await made.until(lambda: len(tier.done("write")) >= 9, "and blocks behind it are written")
+        await asyncio.sleep(0.05)
         unnamed = +tier.unnamed
         gate.open()
         await made.until(lambda: all(made.stored(hashes)), "all is stored")
         assert gate.most == 1, "one commit at a time"
         assert len(unnamed) <= 2 * 8 + 1, "about two batches are under way, not more"
         commits = [what for what in tier.done("commit") if isinstance(what, tuple)]
-        assert max(writes for _, _, writes in commits) <= 256, commits
+        assert max(writes for _, _, writes in commits) == 8, commits
 
 
 async def test_a_commit_waits_for_what_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,12 +144,19 @@ async def test_a_commit_waits_for_what_is_being_written(monkeypatch: pytest.Monk
     monkeypatch.setattr(shard_commits, "GROUP_S", 20.0)
     monkeypatch.setattr(shard_writes, "UNIT_BYTES", BLOCK_BYTES)
     async with world() as made:
-        hashes = chain("grouped", 32)
+        tier = made.tiers[0]
+        await made.put_on_ssd(chain("first", 1))
+        hashes = chain("grouped", 4)
+        gate = Gate("write")
+        tier.hook = lambda name, key: None if key == hashes[0] else gate(name, key)
         made.put(hashes)
         made.write_all()
+        await made.until(lambda: gate.waiting == 3, "one is written, three are not")
+        await asyncio.sleep(0.02)
+        assert not made.stored(hashes)[0], "it waits for them"
+        gate.open()
         await made.until(lambda: all(made.stored(hashes)), "all is stored")
-        writes = [what[2] for what in made.tiers[0].done("commit") if isinstance(what, tuple)]
-        assert writes[-1] >= 16, writes
+        assert tier.done("commit")[-1] == (0, 0, 4)
 
 
 async def test_writes_wait_for_loads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,8 +169,7 @@ async def test_writes_wait_for_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         await made.until(lambda: gate.waiting == 4, "loads in flight")
         made.put(chain("later", 4))
         made.write_all()
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
         assert len(made.tiers[0].done("write")) == written, "nothing is written meanwhile"
         gate.open()
         await made.until(lambda: all(made.stored(chain("later", 4))), "it is written afterwards")
@@ -213,6 +225,25 @@ async def test_a_block_that_is_deleted_and_stored_again_stays() -> None:
         assert await made.mover.settle(20.0)
         assert set(made.tiers[0].segments[0]) == set(hashes)
         assert all(made.stored(hashes))
+
+
+async def test_a_block_that_is_dropped_on_its_way_goes() -> None:
+    """Its delete takes effect after its write, though both are ready for the same commit."""
+    async with world() as made:
+        tier = made.tiers[0]
+        await made.put_on_ssd(chain("first", 1))
+        gate = tier.hook = Gate("commit")
+        made.put(chain("second", 1))
+        made.write_all()
+        await made.until(lambda: gate.waiting, "a commit is under way")
+        made.put(dropped := chain("dropped", 4))
+        made.write_all()
+        await made.until(lambda: set(dropped) <= set(+tier.unnamed), "they are written")
+        made.store.drop_blocks(made.namespace, dropped)
+        made.mover.pump()
+        gate.open()
+        assert await made.mover.settle(20.0)
+        assert not set(dropped) & set(tier.segments[0])
 
 
 async def test_speed_is_bytes_over_time_with_reads_in_flight() -> None:
@@ -303,6 +334,7 @@ async def test_a_commit_that_fails() -> None:
         assert not any(made.stored(new))
         await made.until(lambda: not +tier.unnamed, "all room is given back")
         assert set(tier.segments[0]) == set(old), "not deleted yet"
+        assert fault.raised == 1, "a failed medium gets no more commits"
         assert not await made.mover.settle(0.05), "deletes are open"
         fault.over()
         made.mover.retry_now()
@@ -327,17 +359,25 @@ async def test_deletes_of_a_full_medium_are_tried_again() -> None:
 
 async def test_a_later_write_does_not_overtake_a_delete_that_failed() -> None:
     async with world() as made:
+        tier = made.tiers[0]
         await made.put_on_ssd(hashes := chain("again", 4))
-        made.tiers[0].hook = Failing("commit", TierFull("tables"), times=1)
+        gate, fault = Gate("commit"), Failing("commit", TierFull("tables"), times=1)
+
+        def hook(name: str, key: BlockHash | None) -> None:
+            gate(name, key)
+            fault(name, key)
+
+        tier.hook = hook
         made.store.drop_blocks(made.namespace, hashes)
         made.mover.pump()
+        await made.until(lambda: gate.waiting, "the delete is under way")
         made.put(hashes)
         made.write_all()
-        assert await made.mover.settle(20.0)
-        made.write_all(later_s=2 * RETRY_S)
+        await made.until(lambda: len(+tier.unnamed) == 4, "the blocks are written again")
+        gate.open()
         assert await made.mover.settle(20.0)
         assert all(made.stored(hashes))
-        assert set(made.tiers[0].segments[0]) == set(hashes)
+        assert set(tier.segments[0]) == set(hashes)
 
 
 async def test_a_namespace_is_stored_before_its_blocks_are_encoded() -> None:
@@ -364,12 +404,10 @@ async def test_several_bad_reads_in_a_row_take_a_disk_out() -> None:
         first = next(i for i, key in enumerate(hashes) if not made.stored([key])[0])
         assert found.host_blocks + found.ssd_blocks == first, "its blocks are misses"
         assert made.online(1)
-        lost = made.store.counters.load_failed_blocks["TierUnavailable"]
         fault.over()
         made.mover.retry_now()
         await made.until(lambda: made.online(0), "back")
-        back = made.stored(hashes).count(True)
-        assert back >= 64 - 3, f"blocks are still there: {back}, {lost} loads failed"
+        assert made.stored(hashes).count(True) == 62, "two looked like bad blocks, the rest stays"
 
 
 async def test_good_reads_between_bad_ones_keep_a_disk() -> None:
@@ -438,18 +476,27 @@ async def test_a_damaged_segment_goes(where: str) -> None:
         assert not +tier.unnamed
 
 
-async def test_what_was_written_into_a_segment_that_goes_is_not_committed() -> None:
+async def test_what_was_written_into_a_segment_that_goes_is_not_committed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shard_writes, "UNIT_BYTES", BLOCK_BYTES)
     async with world(batch_bytes=8 * BLOCK_BYTES) as made:
         tier = made.tiers[0]
         await made.put_on_ssd(chain("old", 4))
         gate = tier.hook = Gate("commit")
         made.put(new := chain("new", 32))
         made.write_all()
-        await made.until(lambda: gate.waiting and len(tier.done("write")) > 12, "written")
+        await made.until(lambda: gate.waiting and len(+tier.unnamed) > 4, "written")
         made.store.tiers.retire_segment(0, 0, damaged=False)
         made.mover.pump()
+        await asyncio.sleep(0.05)
+        written = len(tier.done("write"))
         gate.open()
         await made.until(lambda: tier.done("retire"), "it is given up")
+        assert written <= 4 + 2 * 8, "nothing is fed meanwhile"
+        retired_at = tier.events.index(("retire", (0, False)))
+        assert not [e for e in tier.events[:retired_at] if e[0] == "write"][written:]
+        assert tier.done("discard"), "its room is given back"
         assert not any(made.stored(new)), "not one is thought to be there"
         tier.segment = 1
         assert await made.mover.settle(20.0)
@@ -490,7 +537,8 @@ async def test_a_read_that_hangs_is_a_miss_in_time() -> None:
         await made.until(lambda: made.online(0), "back, nothing is lost")
         await made.until(lambda: not made.store.tiers.host.pinned_bytes, "extents are free")
         assert all(made.stored(hashes))
-        assert made.store.counters.late_loads >= 4
+        here = [key for key in hashes if made.namespace.blocks[key].place.shard == 0]
+        assert made.store.counters.late_loads == len(here), "in flight, or queued behind those"
         again = made.acquire(hashes)
         assert again is not None
         await made.until(lambda: again.ready == 64, "all is loaded")
@@ -498,8 +546,11 @@ async def test_a_read_that_hangs_is_a_miss_in_time() -> None:
 
 
 @pytest.mark.parametrize("where", ["write", "commit"])
-async def test_a_write_that_hangs_takes_the_disk_out(where: str) -> None:
+async def test_a_write_that_hangs_takes_the_disk_out(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """User report 25: RAM is not pinned by a slow disk, and it recovers alone."""
+    monkeypatch.setattr(shard_writes, "UNIT_BYTES", BLOCK_BYTES)
     async with world(timeout_s=0.1, batch_bytes=8 * BLOCK_BYTES) as made:
         await made.put_on_ssd(old := chain("old", 4))
         gate = made.tiers[0].hook = Gate(where)
@@ -546,6 +597,21 @@ async def test_a_failure_during_a_hang_needs_a_new_start() -> None:
 
 
 # Coming back
+
+
+async def test_a_new_start_waits_for_what_is_under_way() -> None:
+    async with world() as made:
+        tier = made.tiers[0]
+        await made.put_on_ssd(hashes := chain("stuck", 4))
+        gate = tier.hook = Gate("read")
+        made.acquire(hashes)
+        await made.until(lambda: gate.waiting == 4, "reads are under way")
+        made.mover.fail(0, TierUnavailable("pulled out"))
+        made.mover.retry_now()
+        await asyncio.sleep(0.05)
+        assert not tier.done("reopen")
+        gate.open()
+        await made.until(lambda: made.online(), "back")
 
 
 async def test_a_medium_that_does_not_come_back_at_once() -> None:
@@ -674,7 +740,8 @@ async def test_a_bug_is_told_and_every_job_has_its_answer(where: str, scrubbing:
     """User report 20: the task is started again, health was red."""
     async with world(scrub_bytes_per_s=1 << 20) as made:
         await made.put_on_ssd(old := chain("old", 4))
-        made.tiers[0].hook = Failing(where, ZeroDivisionError("a bug"), times=1)
+        keys = {chain("new", 8)[5], old[1]} if where in ("prepare", "write", "read") else None
+        made.tiers[0].hook = Failing(where, ZeroDivisionError("a bug"), times=1, keys=keys)
         if where == "retire":
             made.tiers[0].surplus = 0
         made.acquire(old)
