@@ -115,8 +115,6 @@ class Environment:
             except FileNotFoundError as error:
                 raise self._damaged("its data.mdb is gone") from error
             stack.callback(self.file.close)
-            if not self.file.size_bytes():  # LMDB would start a new one in there.
-                raise self._damaged("its data.mdb is empty")
             self._lmdb = open_lmdb(path, self.file.size_bytes(), sync=sync)
             stack.callback(self._lmdb.close)
             self._read_header()

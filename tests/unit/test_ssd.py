@@ -32,6 +32,7 @@ from kvtier.errors import (
     TierUnavailable,
 )
 from kvtier.extents import aligned
+from kvtier.hashing import namespace_digest
 from kvtier.tier import ssd, ssd_changes, ssd_directory, ssd_walk
 from kvtier.tier import ssd_format as fmt
 from kvtier.tier import ssd_layout as layout
@@ -375,8 +376,7 @@ class TestCapacity:
     def test_tiny_blocks_fill_the_tables_first_and_the_limit_says_so(self, tmp_path: Path) -> None:
         """Eviction ahead by the limit keeps them storable for good."""
         spec = NamespaceSpec("tiny", "rev", (Component("x", "uint8", (4096,)),))
-        tier = open_tier(tmp_path, capacity_bytes=8 * BATCH_BYTES)
-        tier.commit(namespaces=[NamespaceRow(meta(SMALL, 0).namespace, SMALL, 1)])
+        tier = open_tier(tmp_path, capacity_bytes=16 * BATCH_BYTES)
         data = np.zeros(4096, dtype=np.uint8)
         resident: list[int] = []
         usage = tier.usage()
@@ -391,7 +391,26 @@ class TestCapacity:
                 deletes=[Deletion(block_hash(number), 0) for number in gone], writes=writes
             )
             resident += numbers
-        assert usage.blocks == len(resident) < layout.most_rows(layout.map_bytes(8 << 20, 1 << 20))
+        assert usage.blocks == len(resident) > 1000
+        tier.close()
+
+    def test_without_eviction_tiny_blocks_stop_while_they_can_still_be_deleted(
+        self, tmp_path: Path
+    ) -> None:
+        spec = NamespaceSpec("tiny", "rev", (Component("x", "uint8", (4096,)),))
+        tier = open_tier(tmp_path, capacity_bytes=8 * BATCH_BYTES)
+        data = np.zeros(4096, dtype=np.uint8)
+        most = layout.most_rows(layout.map_bytes(8 * BATCH_BYTES, BATCH_BYTES))
+        written = [
+            tier.write(tier.prepare(meta(spec, number), data, Loss.EXACT)) for number in range(most)
+        ]
+        assert tier.commit(writes=written).blocks == most
+        with pytest.raises(TierFull):
+            tier.write(tier.prepare(meta(spec, most), data, Loss.EXACT))
+        for number in range(0, most, 50):
+            gone = range(number, min(number + 50, most))
+            usage = tier.commit(deletes=[Deletion(block_hash(n), None) for n in gone])
+        assert (usage.blocks, usage.used_bytes) == (0, 0)
         tier.close()
 
     def test_a_block_larger_than_a_slab(self, tmp_path: Path) -> None:
@@ -680,6 +699,29 @@ class TestFaults:
         opened.check_integrity()
         opened.restart()
         opened.shelf.assert_all_read()
+
+    def test_the_tree_always_has_space_ahead(self, opened: Opened) -> None:
+        """Deletes need pages, also on a disk that others have filled to the last one."""
+        opened.shelf.put(SMALL, [0])
+        env = opened.tier._segments.open[0]
+        first_page = env._lmdb.info()["last_pgno"]
+        while env._lmdb.info()["last_pgno"] < first_page + 300:
+            more = [replace(SMALL, tenant=str(len(env.namespaces) + n)) for n in range(50)]
+            rows = [NamespaceRow(namespace_digest(spec), spec, 1) for spec in more]
+            opened.tier.commit(namespaces=rows)
+        ahead_bytes = layout.ahead_bytes(env.map_bytes)
+        assert env._space_end >= env._tree_end() + ahead_bytes // 2
+        with opened.data().open("rb") as data:
+            used = os.stat(data.fileno()).st_blocks * 512
+        assert used >= env._tree_end() + ahead_bytes // 2
+
+    def test_nobody_gets_into_a_retired_environment(self, opened: Opened) -> None:
+        opened.shelf.put(SMALL, [0])
+        env = opened.tier._segments.open[0]
+        opened.tier.retire(0, damaged=False)
+        assert env.closed
+        with pytest.raises(CorruptBlock, match="gone"):
+            env.hold()
 
     def test_many_changes_are_made_in_steps(
         self, opened: Opened, monkeypatch: pytest.MonkeyPatch
@@ -1173,17 +1215,26 @@ class TestSuddenDeath:
         opened.shelf.put(LARGE, [0])
         opened.tier.close()
         program = (
-            "import lmdb, os, sys, signal; env = lmdb.open(sys.argv[1], max_dbs=8, create=False);"
+            "import lmdb, os, sys, signal;"
+            "env = lmdb.open(sys.argv[1], max_dbs=8, create=False, readonly=sys.argv[2] == 'look');"
+            "print(flush=True);"
+            "sys.argv[2] == 'look' and sys.stdin.read();"
             "txn = env.begin(); os.kill(os.getpid(), signal.SIGKILL)"
         )
-        subprocess.run([sys.executable, "-c", program, opened.data().parent], check=False)
-        opened.open_again()
-        env = opened.tier._segments.open[0]
-        for number in range(1, 200):
-            opened.shelf.commit([opened.shelf.write(SMALL, number)], deletes=[number - 1])
-            if number == 20:
-                before = env._lmdb.info()["last_pgno"]
-        assert env._lmdb.info()["last_pgno"] <= before + 4
+        command = [sys.executable, "-c", program, str(opened.data().parent)]
+        pipe = subprocess.PIPE
+        with subprocess.Popen([*command, "look"], stdin=pipe, stdout=pipe) as looker:
+            # While somebody else has it open, LMDB itself does not start its lock file anew.
+            assert looker.stdout is not None
+            looker.stdout.readline()
+            subprocess.run([*command, "die"], check=False, stdout=subprocess.DEVNULL)
+            opened.open_again()
+            env = opened.tier._segments.open[0]
+            for number in range(1, 200):
+                opened.shelf.commit([opened.shelf.write(SMALL, number)], deletes=[number - 1])
+                if number == 20:
+                    before = env._lmdb.info()["last_pgno"]
+            assert env._lmdb.info()["last_pgno"] <= before + 4
 
     def die(self, opened: Opened) -> None:
         """Leave the files as a killed daemon would."""
