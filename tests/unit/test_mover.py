@@ -538,7 +538,8 @@ async def test_a_read_that_hangs_is_a_miss_in_time() -> None:
         await made.until(lambda: not made.store.tiers.host.pinned_bytes, "extents are free")
         assert all(made.stored(hashes))
         here = [key for key in hashes if made.namespace.blocks[key].place.shard == 0]
-        assert made.store.counters.late_loads == len(here), "in flight, or queued behind those"
+        late = made.store.counters.late_loads
+        assert len(here) - 3 <= late <= len(here), "a read that hangs, and what waited behind it"
         again = made.acquire(hashes)
         assert again is not None
         await made.until(lambda: again.ready == 64, "all is loaded")
@@ -557,9 +558,7 @@ async def test_a_write_that_hangs_takes_the_disk_out(
         made.put(new := chain("new", 128))
         made.write_all()
         await made.until(lambda: not made.online(), "out")
-        assert made.queued_bytes <= 3 * 8 * BLOCK_BYTES + (1 << 20), (
-            "what had not begun is answered"
-        )
+        assert made.queued_bytes <= 2 * 8 * BLOCK_BYTES, "what had not begun is answered"
         assert made.store.reads.lookup(made.namespace, old).ssd_blocks == 0
         gate.open()
         await made.until(lambda: made.online(), "back")
