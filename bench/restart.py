@@ -13,7 +13,8 @@ and starts a real daemon on it. Per number of blocks, e.g. 100k and 1m, medians 
                     store, over the blocks; bytes_per_block is the largest store's
 
 Beside them: start_100k_s and rss_100k_mb without anything taken off, start_empty_s and
-rss_empty_mb, read_100k_mb (what the disk delivered during the start), and build_100k_s.
+rss_empty_mb, cpu_100k_s (what the start took of the cores, which other work does not lengthen),
+read_100k_mb (what the disk delivered meanwhile), and build_100k_s.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ MEDIAN_PROMPT_BLOCKS, LONGEST_PROMPT_BLOCKS = 60, 2000
 WRITE_THREADS = 4
 BLOCKS_A_TASK = 64
 SETTLE_S = 0.5
+ATTACH_S = 30.0
 MB = 1e6
 
 
@@ -185,16 +187,19 @@ class Store:
         started_s = time.perf_counter()
         self.daemon.start()
         with Client(self.daemon.address, raise_errors=True, acquire_timeout_s=10.0) as client:
+            client.wait_attached(ATTACH_S)
             asked = self.prompt or [BlockHash(bytes(32))]
             found = client.lookup(spec_of(0), asked).num_blocks
             taken_s = time.perf_counter() - started_s
             after = disk_read_bytes(self.home)
+            used_s = cpu_s(self.daemon.pid)
             if found != len(self.prompt):
                 raise SystemExit(f"{found} of {len(self.prompt)} blocks are there")
             self._compare(client)
         time.sleep(SETTLE_S)
         results = {
             f"start_{self.label}_s": taken_s,
+            f"cpu_{self.label}_s": used_s,
             f"rss_{self.label}_mb": anonymous_bytes(self.daemon.pid) / MB,
         }
         if before is not None and after is not None:
@@ -235,6 +240,13 @@ def anonymous_bytes(pid: int) -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     raise SystemExit("this kernel has no RssAnon")
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of the cores that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    user, system = int(fields[11]), int(fields[12])
+    return (user + system) / os.sysconf("SC_CLK_TCK")
 
 
 def label_of(blocks: int) -> str:

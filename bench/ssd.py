@@ -52,6 +52,7 @@ from kvtier.types import NamespaceSpec
 
 COLD_SHARE = 0.85
 FLUSH_TIMEOUT_S = 60.0
+ATTACH_S = 30.0
 LOADS = 400
 SWITCH_S = 0.0005
 """So soon a thread that times a load gets the interpreter back from one that puts blocks."""
@@ -86,6 +87,7 @@ class SsdTierUnderTest:
 
     def _connect(self) -> Client:
         client = Client(self._daemon.address, raise_errors=True, acquire_timeout_s=1.0)
+        client.wait_attached(ATTACH_S)
         if not client.mapped:
             raise SystemExit("the arena is not mapped")
         return client

@@ -50,6 +50,7 @@ FLUSH_S = 60.0
 EMPTY_S = 30.0
 EMPTY_SHARE = 0.001
 LOADING_S = 30.0
+ATTACH_S = 30.0
 
 
 @dataclass(slots=True)
@@ -119,7 +120,9 @@ class Churn:
 
     def connect(self) -> Client:
         """A client that raises where a call fails."""
-        return Client(self._daemon.address, raise_errors=True, acquire_timeout_s=5.0)
+        client = Client(self._daemon.address, raise_errors=True, acquire_timeout_s=5.0)
+        client.wait_attached(ATTACH_S)
+        return client
 
     def write(self, enough: Callable[[Amount], bool]) -> Amount:
         """Put and flush one group after the other, a prompt of each size, until it is enough."""

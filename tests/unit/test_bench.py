@@ -20,7 +20,7 @@ import pytest
 from bench import torture_client
 from bench.common import DuSampler, disk_usage_bytes, report
 from bench.raw_file import REQUEST_BYTES, RawFile
-from bench.restart import differences, label_of, prompts
+from bench.restart import anonymous_bytes, cpu_s, differences, label_of, prompts
 from bench.torture import SCENARIOS, leftovers, open_files, parts_of, tracebacks
 from bench.torture_client import BLOCK_BYTES, MAX_BLOCKS, TortureClient, content, prompt
 from bench.torture_journal import Event, Journal, Slot
@@ -389,6 +389,15 @@ def test_costs_are_differences() -> None:
         }
     )
     assert [label_of(n) for n in (0, 1_000_000, 100_000, 1234)] == ["empty", "1m", "100k", "1234"]
+
+
+def test_a_process_is_weighed() -> None:
+    ticks = 0.05  # Their rounding.
+    earlier, now_s, later = os.times(), cpu_s(os.getpid()), os.times()
+    assert sum(earlier[:2]) - ticks <= now_s <= sum(later[:2]) + ticks
+    before = anonymous_bytes(os.getpid())
+    held = np.ones(64 << 20, dtype=np.uint8)
+    assert anonymous_bytes(os.getpid()) - before == pytest.approx(held.size, rel=0.1)
 
 
 def test_results_keep_their_kind(capsys: pytest.CaptureFixture[str]) -> None:
