@@ -320,15 +320,24 @@ async def test_a_write_that_finds_the_medium_failed() -> None:
         await made.until(lambda: all(made.stored(hashes)), "the rest is written")
 
 
-async def test_a_commit_that_fails() -> None:
+async def test_a_commit_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks wait in RAM; what was under way is given back; deletes are not forgotten."""
+    monkeypatch.setattr(shard_writes, "UNIT_BYTES", BLOCK_BYTES)
     async with world(batch_bytes=8 * BLOCK_BYTES) as made:
         tier = made.tiers[0]
         await made.put_on_ssd(old := chain("old", 4))
-        tier.hook = fault = Failing("commit", TierUnavailable("EIO"))
+        gate, fault = Gate("commit"), Failing("commit", TierUnavailable("EIO"))
+
+        def hook(name: str, key: BlockHash | None) -> None:
+            gate(name, key)
+            fault(name, key)
+
+        tier.hook = hook
         made.store.drop_blocks(made.namespace, old)
         made.put(new := chain("new", 64))
         made.write_all()
+        await made.until(lambda: gate.waiting and len(+tier.unnamed) >= 8, "more is written")
+        gate.open()
         await made.until(lambda: not made.queued_bytes, "no write waits")
         assert not made.online()
         assert not any(made.stored(new))
