@@ -126,9 +126,9 @@ def test_flipped_bits_are_a_miss(
     daemon.start()
     client = connect(daemon, shared_memory=mapped)
     assert get_checked(client, spec, hashes) == 3
-    counters = client.stats().counters  # Whoever finds it first: the read or the scrubber.
+    counters = client.stats().counters  # The read or the scrubber finds it, or both at once.
     found = {name: count for name, count in counters.items() if name.startswith(CORRUPT) and count}
-    assert list(found.values()) == [1], found
+    assert set(found.values()) == {1}, found
     eventually(lambda: client.stats().pinned_bytes == 0, "no lease is left")
     assert client.lookup(spec, hashes).num_blocks == 3
     assert put(client, spec, hashes) == 6
