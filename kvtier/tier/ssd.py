@@ -123,7 +123,10 @@ class SsdTier(BlockTier):
             mark = own_mark or _next_mark(left, self._relaxed)
             # A medium that failed may have lost what was written, like one that lost its power.
             walk = own_mark is not None or mark.deaths >= MOST_DEATHS or _lost_power(left)
-            scanned = segments.open_all(walk=walk)
+            try:
+                scanned = segments.open_all(walk=walk)
+            except TierFull as error:
+                raise TierUnavailable(f"{error}: make room") from error
             if not left.clean:
                 segments.sync()  # What a killed, relaxed owner left in the page cache.
             self._mark = replace(mark, deaths=0) if walk else mark
@@ -168,6 +171,8 @@ class SsdTier(BlockTier):
         for env in envs:
             if env.identity in self._retired:
                 self._segments.retire(env.number, damaged=False)
+        self._scanned = None
+        self._usage = self._measure(self._segments)
         return [env.number for env in envs if ours.get(env.identity) == env.number]
 
     def _live(self) -> Segments:
@@ -347,8 +352,10 @@ class SsdTier(BlockTier):
         if env is not None:
             self._retired.add(env.identity)
             self._retired_written_bytes += env.written_bytes
-            segments.retire(segment, damaged=damaged)
-            self._usage = self._measure(segments)
+            try:
+                segments.retire(segment, damaged=damaged)
+            finally:
+                self._usage = self._measure(segments)
         return self._usage
 
 

@@ -8,6 +8,7 @@ when it is put, holds for good.
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,9 @@ PAGE_HEADER = struct.Struct("<QHHI")
 
 _OVERFLOW_FLAG = 0x04
 _LEAST_MAP_BYTES = 1 << 20
+_LOCK_BYTES = 8192
+"""What LMDB makes it for its default of 126 readers."""
+
 _FULL = (lmdb.MapFullError, lmdb.DiskError)
 _DAMAGE = (
     lmdb.CorruptedError,
@@ -83,9 +87,17 @@ def lmdb_errors(path: Path, number: int) -> Iterator[None]:
 def open_lmdb(path: Path, map_bytes: int, *, sync: bool) -> lmdb.Environment:
     """Open or create an environment.
 
+    Its lock file, which LMDB writes through a map, gets its space first: on a full file system that
+    is an error, and not SIGBUS.
+
     Raises:
-        lmdb.Error: it is broken, or the medium failed.
+        lmdb.Error, OSError: it is broken, or the medium failed or is full.
     """
+    lock_fd = os.open(path / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(lock_fd, 0, _LOCK_BYTES)
+    finally:
+        os.close(lock_fd)
     return lmdb.open(
         str(path),
         map_size=max(map_bytes, _LEAST_MAP_BYTES),

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import structlog
 
-from kvtier.errors import CapacityError, SegmentDamaged, TierFull, TierUnavailable
+from kvtier.errors import CapacityError, SegmentDamaged, TierError, TierFull, TierUnavailable
 from kvtier.tier import ssd_layout as layout
 from kvtier.tier.base import STORED_BLOCK, NamespaceRow, Piece, StoredBlocks
 from kvtier.tier.ssd_directory import StoreDirectory
@@ -95,7 +95,7 @@ class Segments:
             TierUnavailable: the medium failed.
         """
         paths = self._home.environments()
-        self._next_number = max(paths, default=-1) + 1
+        self._next_number = (max(paths, default=-1) + 1) % _MOST_NUMBERS
         found: dict[int, Environment] = {}
         try:
             for number, path in paths.items():
@@ -262,20 +262,24 @@ class Segments:
         if with_slab and self._free_bytes() < need_bytes:
             return None
         number = self._new_number()
-        create(self._home.fresh_path(number), number, planned[0], namespaces)
-        path = self._home.finish(number)
-        env = Environment(path, number, sync=self._sync, io=self._io)
+        path = self._home.fresh_path(number)
+        try:
+            create(path, number, planned[0], namespaces)
+        except TierError:
+            with contextlib.suppress(TierError):
+                self._home.fresh_path(number)
+            raise
+        env = Environment(self._home.finish(number), number, sync=self._sync, io=self._io)
         env.load()
         self.open = {**self.open, number: env}
+        self._next_number = (number + 1) % _MOST_NUMBERS
         return env
 
     def _new_number(self) -> int:
         """One that no job can mean: the longest unused."""
-        number = self._next_number % _MOST_NUMBERS
-        while number in self.open:
-            number = (number + 1) % _MOST_NUMBERS
-        self._next_number = number + 1
-        return number
+        while self._next_number in self.open:
+            self._next_number = (self._next_number + 1) % _MOST_NUMBERS
+        return self._next_number
 
     def _free_bytes(self) -> int:
         """What the file system has beyond what it must keep; may be negative."""

@@ -674,6 +674,8 @@ class TierContract:
         after = shelf.write(LARGE, 2)
         with pytest.raises(TierFull):
             shelf.tier.commit(writes=[before, after])
+        with pytest.raises(TierFull):
+            shelf.tier.commit(writes=[after])  # Its room was given back too.
         shelf.tier.discard(before)
         with pytest.raises(CorruptBlock):
             shelf.read(LARGE, 2, after.segment)
