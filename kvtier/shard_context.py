@@ -25,8 +25,8 @@ class MoverConfig:
     Attributes:
         read_threads: Reads at the same time.
         write_threads: Writes at the same time.
-        batch_bytes: A commit takes no more than this many bytes of blocks; twice as much may be
-            written and not committed.
+        batch_bytes: A commit takes no more than this many bytes of blocks; three times as much
+            may be written and not committed.
         timeout_s: Longest that one read, write or commit should take.
         scrub_bytes_per_s: How fast stored blocks are checked; 0: not at all.
     """

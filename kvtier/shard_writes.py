@@ -2,8 +2,8 @@
 
     queue --feed--> encode (codec threads) --> write (write threads) --> shard_commits
 
-So blocks are encoded and written while those before them are committed. At most two batches are
-under way; nothing is fed while loads are. A failed block costs that block only.
+So blocks are encoded and written while those before them are committed. At most UNDER_WAY batches
+are not committed; nothing is fed while loads are in flight. A failed block costs that block only.
 
 Encoding is what costs CPU: what nobody waits for is encoded on one thread. (Not on a thread of the
 lowest class: one that is preempted while it holds the GIL stops the event loop.)
@@ -28,6 +28,8 @@ from kvtier.tier.base import PreparedBlock, WrittenBlock
 
 WAIT_FOR_LOADS_S = 0.5
 """Longest that loads keep writes waiting: a long run of them must not starve the writer."""
+UNDER_WAY = 3
+"""One that is committed, one written, one encoded; the tier keeps as much room (TierUsage)."""
 UNIT_BYTES = 1 << 20
 """Small blocks are encoded and written together, or handing them over would take longer."""
 
@@ -107,10 +109,15 @@ class ShardWrites:
             self._remember = None
         if len(self._commits) >= 2 * MAX_DELETES:
             return False
-        head, under_way_bytes = self._queue[0], self._commits.size_bytes
-        if not isinstance(head, WriteJob) or not under_way_bytes:
+        head = self._queue[0]
+        if not isinstance(head, WriteJob) or not self._commits.size_bytes:
             return True
-        return under_way_bytes + head.size_bytes <= 2 * self._context.config.batch_bytes
+        return head.size_bytes <= self._room_bytes
+
+    @property
+    def _room_bytes(self) -> int:
+        """What may still get under way."""
+        return UNDER_WAY * self._context.config.batch_bytes - self._commits.size_bytes
 
     def _feed(self) -> None:
         """Start as much as may start, up to a batch."""
@@ -129,9 +136,10 @@ class ShardWrites:
     def _start(self, first: WriteJob, codec: Executor) -> int:
         """Encode and write a block, and small ones behind it; their bytes."""
         jobs, size_bytes = [first], first.size_bytes
+        most_bytes = min(UNIT_BYTES, self._room_bytes)
         while self._queue:
             job = self._queue[0]
-            if not isinstance(job, WriteJob) or size_bytes + job.size_bytes > UNIT_BYTES:
+            if not isinstance(job, WriteJob) or size_bytes + job.size_bytes > most_bytes:
                 break
             jobs.append(job)
             size_bytes += job.size_bytes
