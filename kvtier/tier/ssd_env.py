@@ -119,6 +119,7 @@ class Environment:
             stack.callback(self._lmdb.close)
             self._read_header()
             self._read_slabs()
+            self._prefetch_tables()
             self._lmdb.reader_check()  # Slots of a killed daemon would keep pages from reuse.
             self._closing = stack.pop_all()
         self.room = Room(self.map_bytes)
@@ -192,7 +193,6 @@ class Environment:
             TierUnavailable: the medium failed.
         """
         with self.errors():
-            self._prefetch_tables()
             with self._lmdb.begin() as txn:
                 for key, value in txn.cursor(self.tables.namespaces):
                     try:
@@ -211,7 +211,7 @@ class Environment:
         return fmt.stored_blocks(found.rows, self.number)
 
     def _prefetch_tables(self) -> None:
-        """All that is not slabs is LMDB's tree: the kernel reads it in order, ahead of us."""
+        """All that is not slabs is LMDB's tree: the kernel reads it in order, ahead of load()."""
         at = 0
         for slab in [*sorted(self._slabs), Piece(self._tree_end(), 0)]:
             if slab.offset_bytes > at:

@@ -67,9 +67,10 @@ def read_rows(
     has = np.bincount(runs.owners, weights=runs.counts, minlength=len(rows))
     bad |= has * fmt.PAGE_BYTES - rows["stored_bytes"].astype(np.float64) >= fmt.PAGE_BYTES
     bad |= (rows["stored_bytes"] == 0) | (rows["stored_bytes"] > has * fmt.PAGE_BYTES)
-    for owner in _owners_in_conflict(runs, bad, slabs):
-        bad[owner] = not _place_is_sound(txn, pieces_table, rows[owner])
-    bad[_owners_in_conflict(runs, bad, slabs)] = True
+    if suspects := _owners_in_conflict(runs, bad, slabs):
+        for owner in suspects:
+            bad[owner] = not _place_is_sound(txn, pieces_table, rows[owner])
+        bad[_owners_in_conflict(runs, bad, slabs)] = True
     if not bad.any():
         return ReadableRows(rows, runs.pages, runs.counts, unreadable)
     unreadable.update(BlockHash(key.tobytes()) for key in rows["hash"][bad])
