@@ -550,7 +550,8 @@ class TestFile:
         ]
         pieces.append(Piece(10 << 20, aligned(size) - sum(piece.size_bytes for piece in pieces)))
         pieces = [piece for piece in pieces if piece.size_bytes]
-        file.write([Piece(15 << 20, aligned(size))], np.full(size, 0xFF, dtype=np.uint8))
+        for before in (aligned(size), aligned(size) - 1):
+            file.write([Piece(15 << 20, aligned(size))], np.full(before, 0xFF, dtype=np.uint8))
         data = np.random.default_rng(size).integers(0, 256, size + offset, dtype=np.uint8)
         os.truncate(tmp_path / "file", 20 << 20)
         file.write(pieces, data[offset:])
