@@ -17,7 +17,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from kvtier.arena import LEASE_SLOTS, ControlPage
-from kvtier.errors import LeaseState, TierError, UnknownLease
+from kvtier.errors import CorruptBlock, LeaseState, TierError, UnknownLease
 from kvtier.extents import Extent, aligned
 from kvtier.index import Block, HostCopy, HostState, Namespace
 from kvtier.jobs import LoadJob
@@ -266,7 +266,7 @@ class Reads:
             self._counters.ssd_read_bytes += stored_bytes
             self._counters.ssd_served_bytes += job.size_bytes
         else:
-            reason = "Dropped" if error is None else type(error).__name__
+            reason = _reason(error)
             failed = self._counters.load_failed_blocks
             failed[reason] = failed.get(reason, 0) + 1
             if copy.current and block.place.online:
@@ -390,3 +390,10 @@ class Reads:
         """Assert what must hold between any two calls of the store."""
         live, _ = self._leases.counts()
         assert live + len(self._slots) == LEASE_SLOTS, "lease slots do not add up"
+
+
+def _reason(error: TierError | None) -> str:
+    """Why a load gave nothing, in one word for counters."""
+    if error is None:
+        return "dropped"
+    return error.reason if isinstance(error, CorruptBlock) else type(error).__name__

@@ -209,6 +209,8 @@ class SsdResidency:
                 here = block.ssd is SsdState.STORED and block.place.shard == shard.number
                 if here and not shard.knows(block.place):
                     self._forget(shard, block)
+                    if block.host is not None and block.host.state is HostState.READY:
+                        self.mark_dirty(block)  # RAM has its bytes: they are stored again.
                     self._index.prune(block)
             limit -= seen
             if limit > 0:

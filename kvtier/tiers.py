@@ -241,8 +241,6 @@ class Tiers:
     def corrupt(self, meta: BlockMeta, shard: int, segment: int, reason: str) -> None:
         """The scrubber found a block's bytes wrong: it is dropped on the SSD and counted."""
         assert self.ssd is not None
-        counts = self._counters.corrupt_blocks
-        counts[reason] = counts.get(reason, 0) + 1
         namespace = self._index.namespaces.get(meta.namespace)
         block = None if namespace is None else namespace.blocks.get(meta.hash)
         if block is None or block.ssd is not SsdState.STORED:
@@ -252,6 +250,8 @@ class Tiers:
         loading = block.host is not None and block.host.state is HostState.LOADING
         if loading:
             return  # It finds out by itself.
+        counts = self._counters.corrupt_blocks
+        counts[reason] = counts.get(reason, 0) + 1
         self.ssd.drop(block)
         if block.host is not None:
             self.ssd.mark_dirty(block)  # RAM has its bytes: they are stored again.

@@ -8,6 +8,7 @@ writing. SIGHUP tries SSD directories that failed again.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import os
 import secrets
@@ -39,9 +40,10 @@ from kvtier.daemon.stats import StoreCollector
 from kvtier.daemon.supervise import Supervisor
 from kvtier.errors import AddressInUse, ConfigError
 from kvtier.index import Block
-from kvtier.mover import Mover
+from kvtier.mover.context import MoverConfig
+from kvtier.mover.mover import Mover
 from kvtier.policy.lru import Lru
-from kvtier.shard_context import MoverConfig
+from kvtier.shards import TOUCHED
 from kvtier.sizes import exact_size
 from kvtier.store import StoreConfig, TieredStore
 from kvtier.tier.host import HostArena
@@ -82,17 +84,13 @@ async def _serve(settings: Settings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)  # From now on nothing is left behind.
     loop.add_signal_handler(signal.SIGHUP, lambda: None)  # Until there is something to try again.
+    gc.disable()  # A warm start makes a million objects and no garbage.
     async with AsyncExitStack() as stack:
         daemon = await Daemon.open(settings, stack)
         loop.add_signal_handler(signal.SIGHUP, daemon.retry_shards)
         # The event loop asks for the GIL back after this long: with all cores busy, a lookup's p90
         # was 3 to 5 times shorter than with the default of 5 ms.
         sys.setswitchinterval(GIL_SWITCH_S)
-        # The index is large, long-lived and acyclic: walking it again and again would only stall
-        # requests. What a warm start built is exempt, and full collections become rare.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(50_000, 50, 100)
         log.info(
             "serving",
             version=__version__,
@@ -152,6 +150,8 @@ class Daemon:
         mover = _build_mover(settings, arena, shards, store)
         if mover is not None:
             stack.push_async_callback(mover.close)
+        del shards  # With all that was scanned.
+        _settle_memory()
         service = CacheService(settings, epoch, store, arena, mover)
         service.release_quarantine()
         health = HealthServicer()
@@ -219,6 +219,8 @@ class Daemon:
             self.store.tiers.write_ahead(now_s, idle=True)
             self._pump()
             await self._mover.progress.wait(TICK_S)
+        ssd.restamp(TOUCHED)
+        self._pump()
         await self._mover.settle(max(0.0, deadline_s - time.monotonic()))  # Deletes count, too.
 
     def retry_shards(self) -> None:
@@ -230,6 +232,21 @@ class Daemon:
     def _pump(self) -> None:
         if self._mover is not None:
             self._mover.pump()
+
+
+def _settle_memory() -> None:
+    """After a warm start, before the first request.
+
+    The index is large, long-lived and acyclic: walking it again and again would only stall
+    requests. So what is there now is exempt from collections, and full ones become rare. And what
+    the start needed for a while goes back to the system: 100 bytes a block.
+    """
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 100)
+    gc.enable()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # The C library has it, if it is glibc.
+    if trim is not None:
+        trim(0)
 
 
 def _ssd_in_words(settings: Settings) -> str:

@@ -33,8 +33,8 @@ from kvtier.daemon.translate import (
 from kvtier.errors import InvalidRequest, TierUnavailable, UnknownNamespace, WireVersionError
 from kvtier.index import Namespace
 from kvtier.leases import ReadLease
-from kvtier.mover import Mover
-from kvtier.progress import Progress
+from kvtier.mover.mover import Mover
+from kvtier.mover.progress import Progress
 from kvtier.store import TieredStore
 from kvtier.tier.host import HostArena
 from kvtier.types import GROUP_BYTES, BlockHash, GroupId, NamespaceDigest

@@ -20,9 +20,9 @@ from kvtier.errors import CorruptBlock
 from kvtier.hashing import namespace_digest
 from kvtier.index import Namespace
 from kvtier.leases import ReadLease
-from kvtier.mover import Mover
+from kvtier.mover.context import MoverConfig
+from kvtier.mover.mover import Mover
 from kvtier.policy.lru import Lru
-from kvtier.shard_context import MoverConfig
 from kvtier.store import StoreConfig, TieredStore
 from kvtier.tier.base import (
     STORED_BLOCK,

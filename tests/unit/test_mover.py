@@ -12,10 +12,10 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from kvtier import quiet_log, scrubber, shard_commits, shard_writes
 from kvtier.daemon import supervise
 from kvtier.daemon.logs import configure_logs
 from kvtier.errors import SegmentDamaged, TierError, TierFull, TierUnavailable
+from kvtier.mover import commits, quiet_log, scrubber, writes
 from kvtier.shards import RETRY_S
 from kvtier.types import BlockHash
 from tests.e2e.support import chain
@@ -33,9 +33,9 @@ def _logs() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_commits, "RETRY_S", 0.02)
-    monkeypatch.setattr(shard_commits, "EXCESS_S", 0.02)
-    monkeypatch.setattr(shard_writes, "WAIT_FOR_LOADS_S", 0.1)
+    monkeypatch.setattr(commits, "RETRY_S", 0.02)
+    monkeypatch.setattr(commits, "EXCESS_S", 0.02)
+    monkeypatch.setattr(writes, "WAIT_FOR_LOADS_S", 0.1)
     monkeypatch.setattr(supervise, "RESTART_AFTER_S", 0.02)
 
 
@@ -119,7 +119,7 @@ async def test_as_many_reads_in_flight_as_there_are_threads() -> None:
 async def test_blocks_are_written_while_others_are_committed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shard_writes, "UNIT_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(writes, "UNIT_BYTES", BLOCK_BYTES)
     async with world(batch_bytes=8 * BLOCK_BYTES) as made:
         tier = made.tiers[0]
         await made.put_on_ssd(chain("first", 1))
@@ -141,8 +141,8 @@ async def test_blocks_are_written_while_others_are_committed(
 
 async def test_a_commit_waits_for_what_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Group commit: not one transaction a block."""
-    monkeypatch.setattr(shard_commits, "GROUP_S", 20.0)
-    monkeypatch.setattr(shard_writes, "UNIT_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(commits, "GROUP_S", 20.0)
+    monkeypatch.setattr(writes, "UNIT_BYTES", BLOCK_BYTES)
     async with world() as made:
         tier = made.tiers[0]
         await made.put_on_ssd(chain("first", 1))
@@ -160,7 +160,7 @@ async def test_a_commit_waits_for_what_is_being_written(monkeypatch: pytest.Monk
 
 
 async def test_writes_wait_for_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_writes, "WAIT_FOR_LOADS_S", 20.0)
+    monkeypatch.setattr(writes, "WAIT_FOR_LOADS_S", 20.0)
     async with world() as made:
         await made.put_on_ssd(hashes := chain("wanted", 4))
         written = len(made.tiers[0].done("write"))
@@ -205,7 +205,7 @@ async def test_deletes_come_in_bounded_batches() -> None:
         assert await made.mover.settle(20.0)
         deletes = [what[0] for what in made.tiers[0].done("commit") if isinstance(what, tuple)]
         assert sum(deletes) == 2500
-        assert max(deletes) <= shard_commits.MAX_DELETES
+        assert max(deletes) <= commits.MAX_DELETES
         assert not made.tiers[0].segments[0]
 
 
@@ -322,7 +322,7 @@ async def test_a_write_that_finds_the_medium_failed() -> None:
 
 async def test_a_commit_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks wait in RAM; what was under way is given back; deletes are not forgotten."""
-    monkeypatch.setattr(shard_writes, "UNIT_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(writes, "UNIT_BYTES", BLOCK_BYTES)
     async with world(batch_bytes=8 * BLOCK_BYTES) as made:
         tier = made.tiers[0]
         await made.put_on_ssd(old := chain("old", 4))
@@ -438,7 +438,7 @@ async def test_failing_loads_do_not_fill_the_log() -> None:
         with capture_logs() as lines:
             made.acquire(hashes)
             failed = made.store.counters.load_failed_blocks
-            await made.until(lambda: failed.get("CorruptBlock") == 64, "all failed")
+            await made.until(lambda: sum(failed.values()) == 64, "all failed")
         assert [line["event"] for line in lines].count("load failed") == 1
 
 
@@ -488,7 +488,7 @@ async def test_a_damaged_segment_goes(where: str) -> None:
 async def test_what_was_written_into_a_segment_that_goes_is_not_committed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shard_writes, "UNIT_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(writes, "UNIT_BYTES", BLOCK_BYTES)
     async with world(batch_bytes=8 * BLOCK_BYTES) as made:
         tier = made.tiers[0]
         await made.put_on_ssd(chain("old", 4))
@@ -560,7 +560,7 @@ async def test_a_write_that_hangs_takes_the_disk_out(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """User report 25: RAM is not pinned by a slow disk, and it recovers alone."""
-    monkeypatch.setattr(shard_writes, "UNIT_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(writes, "UNIT_BYTES", BLOCK_BYTES)
     async with world(timeout_s=0.1, batch_bytes=8 * BLOCK_BYTES) as made:
         await made.put_on_ssd(old := chain("old", 4))
         gate = made.tiers[0].hook = Gate(where)

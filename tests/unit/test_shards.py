@@ -241,11 +241,11 @@ def test_the_scrubber_drops_what_is_corrupt_and_ram_writes_it_again() -> None:
     hashes = stored_chain(world, 3)
     meta = world.media[0].blocks[hashes[1]][0]
     segment = world.media[0].segments[hashes[1]]
-    world.store.tiers.corrupt(meta, 0, segment + 1, "CorruptBlock")
+    world.store.tiers.corrupt(meta, 0, segment + 1, "checksum")
     assert world.open(SPEC).blocks[hashes[1]].stored, "it is elsewhere by now"
-    world.store.tiers.corrupt(meta, 0, segment, "CorruptBlock")
+    world.store.tiers.corrupt(meta, 0, segment, "checksum")
     assert not world.open(SPEC).blocks[hashes[1]].stored
-    assert world.store.counters.corrupt_blocks == {"CorruptBlock": 2}
+    assert world.store.counters.corrupt_blocks == {"checksum": 1}
     world.take_jobs()
     world.settle()
     assert hashes[1] not in world.media[0].blocks
@@ -486,9 +486,9 @@ def test_a_load_that_finds_nothing_is_a_miss() -> None:
     lease, _ = world.acquire(world.open(SPEC), hashes, ALICE)
     assert lease is not None
     world.finish_load(0)
-    world.finish_load(0, CorruptBlock("short"))
+    world.finish_load(0, CorruptBlock("it is short", "short"))
     assert (lease.ready, lease.usable) == (1, 1)
-    assert world.store.counters.load_failed_blocks == {"CorruptBlock": 1}
+    assert world.store.counters.load_failed_blocks == {"short": 1}
 
 
 def test_write_policies_are_untouched_without_a_budget() -> None:

@@ -13,12 +13,12 @@ from functools import partial
 
 import structlog
 
-from kvtier.busy import BusyTime
 from kvtier.errors import TierError
 from kvtier.jobs import LoadJob
-from kvtier.quiet_log import QuietLog
-from kvtier.shard_context import ShardContext
-from kvtier.shard_health import ShardHealth
+from kvtier.mover.busy import BusyTime
+from kvtier.mover.context import ShardContext
+from kvtier.mover.health import ShardHealth
+from kvtier.mover.quiet_log import QuietLog
 
 log = structlog.get_logger(__name__)
 

@@ -18,13 +18,13 @@ from functools import partial
 
 import structlog
 
-from kvtier.busy import BusyTime
 from kvtier.errors import SegmentDamaged, TierError, TierFull, TierUnavailable
 from kvtier.jobs import DeleteJob, RememberJob, RestampJob, WriteJob
-from kvtier.progress import Progress
-from kvtier.quiet_log import QuietLog
-from kvtier.shard_context import ShardContext
-from kvtier.shard_health import ShardHealth
+from kvtier.mover.busy import BusyTime
+from kvtier.mover.context import ShardContext
+from kvtier.mover.health import ShardHealth
+from kvtier.mover.progress import Progress
+from kvtier.mover.quiet_log import QuietLog
 from kvtier.tier.base import Deletion, WrittenBlock
 from kvtier.types import BlockHash, Loss
 
@@ -374,7 +374,7 @@ class ShardCommits:
     # Segments
 
     async def _retire(self) -> None:
-        """Give up what is condemned. Nothing is being written meanwhile (shard_writes.py)."""
+        """Give up what is condemned. Nothing is being written meanwhile (writes.py)."""
         context, health = self._context, self._health
         for segment, damaged in list(health.condemned.items()):
             retire = partial(context.tier.retire, segment, damaged=damaged)

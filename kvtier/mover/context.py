@@ -1,10 +1,10 @@
 """What the parts of a shard's mover share: the directory they work on, and their bounds.
 
-shard_mover     one SSD directory's jobs, and the threads that do them
-shard_health    whether the directory works; how it leaves and comes back
-shard_loads     blocks from it
-shard_writes    blocks to it, deletes, namespaces: all that is committed
-scrubber        reads it through, slowly, while nobody else does
+shard       one SSD directory's jobs, and the threads that do them
+health      whether the directory works; how it leaves and comes back
+loads       blocks from it
+writes      blocks to it, deletes, namespaces: all that is committed
+scrubber    reads it through, slowly, while nobody else does
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtier.progress import Progress
+from kvtier.mover.progress import Progress
 from kvtier.store import TieredStore
 from kvtier.tier.base import BlockTier
 from kvtier.tier.host import HostArena

@@ -1,6 +1,6 @@
 """The mover does what the store decided: jobs in, bytes moved, completions back.
 
-It hands each job to its shard's mover (shard_mover.py), which runs it on threads of its own; only
+It hands each job to its shard's mover (shard.py), which runs it on threads of its own; only
 the codec threads are shared. Runs on the event loop. Nowhere else is a TierError caught: it becomes
 a failed job, and the store makes a miss of it.
 """
@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kvtier.errors import TierUnavailable
-from kvtier.progress import Progress
-from kvtier.shard_context import MoverConfig, ShardContext
-from kvtier.shard_mover import Codecs, ShardMover, Work
+from kvtier.mover.context import MoverConfig, ShardContext
+from kvtier.mover.progress import Progress
+from kvtier.mover.shard import Codecs, ShardMover, Work
 from kvtier.store import TieredStore
 from kvtier.tier.base import BlockTier
 from kvtier.tier.host import HostArena

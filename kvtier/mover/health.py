@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 import structlog
 
 from kvtier.errors import KvtierError, SegmentDamaged, TierError, TierUnavailable
-from kvtier.shard_context import ShardContext
+from kvtier.mover.context import ShardContext
 
 log = structlog.get_logger(__name__)
 

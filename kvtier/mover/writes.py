@@ -1,6 +1,6 @@
 """Blocks to one SSD directory: what is fed to it, encoded and written, ahead of the commits.
 
-    queue --feed--> encode (codec threads) --> write (write threads) --> shard_commits
+    queue --feed--> encode (codec threads) --> write (write threads) --> commits
 
 So blocks are encoded and written while those before them are committed. At most UNDER_WAY batches
 are not committed; nothing is fed while loads are in flight. A failed block costs that block only.
@@ -20,10 +20,10 @@ from functools import partial
 
 from kvtier.errors import TierError
 from kvtier.jobs import RememberJob, RestampJob, WriteJob
-from kvtier.shard_commits import MAX_DELETES, ShardCommits, Unit, WriterJob, Written
-from kvtier.shard_context import ShardContext
-from kvtier.shard_health import Operation, ShardHealth
-from kvtier.shard_loads import ShardLoads
+from kvtier.mover.commits import MAX_DELETES, ShardCommits, Unit, WriterJob, Written
+from kvtier.mover.context import ShardContext
+from kvtier.mover.health import Operation, ShardHealth
+from kvtier.mover.loads import ShardLoads
 from kvtier.tier.base import PreparedBlock, WrittenBlock
 
 WAIT_FOR_LOADS_S = 0.5

@@ -1,10 +1,10 @@
 """Runs one SSD directory's jobs: its threads, and the parts that use them.
 
-    shard_loads     blocks from it                        ssd-read    (one more for the scrubber)
-    shard_writes    blocks to it, ahead of the commits    codec, ssd-write
-    shard_commits   its transactions, in order            ssd-commit
-    shard_health    whether it works                      ssd-commit
-    scrubber        reads it through, slowly              ssd-read
+    loads       blocks from it                        ssd-read    (one more for the scrubber)
+    writes      blocks to it, ahead of the commits    codec, ssd-write
+    commits     its transactions, in order            ssd-commit
+    health      whether it works                      ssd-commit
+    scrubber    reads it through, slowly              ssd-read
 
 Each directory has threads of its own but for codecs, so one that hangs blocks no other.
 """
@@ -18,12 +18,12 @@ from typing import Any
 
 from kvtier.errors import TierUnavailable
 from kvtier.jobs import Job, LoadJob, RetireJob
-from kvtier.scrubber import Scrubber
-from kvtier.shard_commits import ShardCommits
-from kvtier.shard_context import ShardContext
-from kvtier.shard_health import ShardHealth
-from kvtier.shard_loads import ShardLoads
-from kvtier.shard_writes import ShardWrites, WriteThreads
+from kvtier.mover.commits import ShardCommits
+from kvtier.mover.context import ShardContext
+from kvtier.mover.health import ShardHealth
+from kvtier.mover.loads import ShardLoads
+from kvtier.mover.scrubber import Scrubber
+from kvtier.mover.writes import ShardWrites, WriteThreads
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 

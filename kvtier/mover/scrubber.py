@@ -11,9 +11,9 @@ from concurrent.futures import Executor
 import structlog
 
 from kvtier.errors import CorruptBlock, TierError, TierUnavailable
-from kvtier.shard_context import ShardContext
-from kvtier.shard_health import ShardHealth
-from kvtier.shard_loads import ShardLoads
+from kvtier.mover.context import ShardContext
+from kvtier.mover.health import ShardHealth
+from kvtier.mover.loads import ShardLoads
 from kvtier.tier.base import Scrubbed
 
 log = structlog.get_logger(__name__)
