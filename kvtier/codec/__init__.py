@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from kvtier.codec.base import Bytes, Codec
+from kvtier.codec.fp8_ds_mla import Fp8DsMla
 from kvtier.codec.lossless import Lossless
 from kvtier.codec.raw import Raw
+from kvtier.codec.scaled_integers import Q4, Q6, Q8
 from kvtier.errors import ConfigError, CorruptBlock
 from kvtier.types import NamespaceSpec
 
 RAW = Raw()
-_CODECS: tuple[Codec, ...] = (RAW, Lossless())
+_CODECS: tuple[Codec, ...] = (RAW, Lossless(), Fp8DsMla(), Q8(), Q6(), Q4())
 
 
 def codec_by_name(name: str) -> Codec:
