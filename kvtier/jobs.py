@@ -53,12 +53,15 @@ class DeleteJob:
 
     Attributes:
         segment: Where it is; None if its write has no answer yet.
+        stored_bytes: Of its stored form, rounded up to pages.
+        evicted: It makes room, and nobody would mind if it came back after a crash.
     """
 
     shard: int
     segment: int | None
     hash: BlockHash
     stored_bytes: int
+    evicted: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)

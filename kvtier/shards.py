@@ -361,29 +361,38 @@ class SsdResidency:
         """Store a namespace's new generation, so that a restart does not undo a drop."""
         self._jobs += [RememberJob(shard, row) for shard in sorted(shards)]
 
-    def drop(self, block: Block) -> None:
-        """Take a block off the SSD, whether stored or on its way there."""
+    def drop(self, block: Block, *, evicted: bool = False) -> None:
+        """Take a block off the SSD, whether stored or on its way there.
+
+        With `evicted` only for its room: it may come back after a crash.
+        """
         self.mark_clean(block)
         if block.ssd is SsdState.ABSENT:
             return
         place, shard = block.place, self.shards[block.place.shard]
         if block.ssd is SsdState.WRITING:
             # The write takes effect before this delete, and its answer no longer counts.
-            self._delete(shard, place, block.hash, 0)
+            self._delete(shard, place, block.hash, 0, evicted=False)
             block.ssd, block.ssd_job, block.place = SsdState.ABSENT, 0, NOWHERE
             return
         stored_bytes = block.ssd_bytes
         self._forget(shard, block)
         if shard.knows(place):
-            self._delete(shard, place, block.hash, stored_bytes)
+            self._delete(shard, place, block.hash, stored_bytes, evicted=evicted)
 
     def forget(self, place: Place, key: BlockHash, stored_bytes: int) -> None:
         """Delete a block that a former daemon stored and that nobody could hit."""
-        self._delete(self.shards[place.shard], place, key, stored_bytes)
+        self._delete(self.shards[place.shard], place, key, stored_bytes, evicted=False)
 
-    def _delete(self, shard: SsdShard, place: Place, key: BlockHash, stored_bytes: int) -> None:
+    def erase(self, key: BlockHash) -> None:
+        """Have a block deleted wherever it may still be: evicted ones may linger (tier/base.py)."""
+        self._jobs += [DeleteJob(shard.number, None, key, 0, evicted=False) for shard in self.shards]
+
+    def _delete(
+        self, shard: SsdShard, place: Place, key: BlockHash, stored_bytes: int, *, evicted: bool
+    ) -> None:
         stored_bytes = aligned(stored_bytes)
-        self._jobs.append(DeleteJob(shard.number, place.segment, key, stored_bytes))
+        self._jobs.append(DeleteJob(shard.number, place.segment, key, stored_bytes, evicted))
         shard.deleting_bytes += stored_bytes
 
     def written(
@@ -463,7 +472,7 @@ class SsdResidency:
                     continue
                 self._counters.ssd_evicted_blocks += 1
                 self._counters.ssd_evicted_bytes += block.ssd_bytes
-                self.drop(block)
+                self.drop(block, evicted=True)
                 self._index.prune(block)
                 if enough():
                     return True

@@ -185,6 +185,8 @@ class TieredStore:
             if block is not None and block.held:
                 dropped += 1
                 self.tiers.drop(block)
+            if self.tiers.ssd is not None:
+                self.tiers.ssd.erase(key)
         self.counters.dropped_blocks += dropped
         return dropped
 

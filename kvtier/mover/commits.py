@@ -307,7 +307,10 @@ class ShardCommits:
             return None
         commit = partial(
             context.tier.commit,
-            deletes=[Deletion(job.hash, job.segment) for job in batch.deletes],
+            deletes=[
+                Deletion(job.hash, job.segment, job.stored_bytes, job.evicted)
+                for job in batch.deletes
+            ],
             writes=[block for block in writes if isinstance(block, WrittenBlock)],
             namespaces=[job.row for job in batch.remembers],
             restamps=[restamp for job in batch.restamps for restamp in job.restamps],

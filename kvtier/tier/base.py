@@ -161,10 +161,15 @@ class Deletion:
         hash: Its name.
         segment: Where it is; None if it was decided before the write had an answer: the tier
             looks everywhere.
+        stored_bytes: Of its stored form, rounded up to pages; 0 with no segment.
+        evicted: It only makes room. It may outlive the commit for a while, and come back after a
+            crash; its room counts as free at once.
     """
 
     hash: BlockHash
     segment: int | None
+    stored_bytes: int = 0
+    evicted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -411,13 +411,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.check_restart()
 
     def check_restart(self) -> None:
-        """After a last restart exactly the stored blocks are there."""
+        """After a last restart the stored blocks are there, and evicted ones that lingered."""
         before = self.stored()
         self.world.restart()
-        assert self.stored() == before
-        assert self.on_media() >= before
+        after = self.stored()
+        assert before <= after <= self.on_media()
         self.world.settle()
-        assert self.on_media() == before, "an orphan stays on a medium"
+        assert self.on_media() == after, "an orphan stays on a medium"
 
     def on_media(self) -> set[BlockHash]:
         return {key for medium in self.world.media for key in medium.blocks}

@@ -41,6 +41,9 @@ from kvtier.writes import Reserved
 
 Content = npt.NDArray[np.uint8]
 WriterJob = WriteJob | DeleteJob | RememberJob | RestampJob | RetireJob
+LINGERING = 4
+"""Evicted blocks that the fake medium keeps until it forgets them all."""
+
 SEGMENT_WRITES = 3
 """Blocks that the fake medium puts into one segment before it starts another."""
 
@@ -95,6 +98,7 @@ class FakeMedium:
         self.rows: dict[NamespaceDigest, NamespaceRow] = {}
         self.puts = 0
         self.retired: set[int] = set()
+        self.lingering: set[BlockHash] = set()
 
     def put(self, meta: BlockMeta, data: Content, version: Version, loss: Loss) -> int:
         """Store a block; a present one is replaced. `loss` is a label: the bytes stay exact.
@@ -105,6 +109,8 @@ class FakeMedium:
         assert meta.namespace in self.rows, "a block before its namespace"
         assert self.rows[meta.namespace].generation == meta.generation, "out of generation"
         self.delete(meta.hash)
+        for key in [key for key in self.lingering if len(self.lingering) > LINGERING]:
+            self.delete(key)
         segment = self.puts // SEGMENT_WRITES
         while segment in self.retired:
             self.puts += 1
@@ -120,7 +126,20 @@ class FakeMedium:
     def delete(self, key: BlockHash) -> None:
         """Forget a block; an absent one is fine."""
         if key in self.blocks:
-            self.used_bytes -= aligned(self.blocks.pop(key)[1].size)
+            size_bytes = aligned(self.blocks.pop(key)[1].size)
+            self.used_bytes -= 0 if key in self.lingering else size_bytes
+        self.lingering.discard(key)
+
+    def evict(self, key: BlockHash) -> None:
+        """Count a block's room as free; it stays until later, or comes back with a restart."""
+        if key in self.blocks and key not in self.lingering:
+            self.lingering.add(key)
+            self.used_bytes -= aligned(self.blocks[key][1].size)
+
+    def restart(self) -> None:
+        """What lingered is there again."""
+        self.lingering.clear()
+        self.used_bytes = sum(aligned(data.size) for _, data, _ in self.blocks.values())
 
     def restamp(self, key: BlockHash, stamp: int) -> None:
         """Remember how recent a block is."""
@@ -246,6 +265,8 @@ class World:
     def boot(self) -> None:
         """A daemon starts over the same arena and the same medium."""
         self.boots += 1
+        for medium in self.media:
+            medium.restart()
         self.epoch = self.boots.to_bytes(16, "little")
         self.control.epoch = self.epoch
         on_ssd = self.limit_bytes is not None
@@ -371,6 +392,8 @@ class World:
             self._finish_write(job, error)
         elif isinstance(job, RememberJob):
             medium.rows[job.row.digest] = job.row
+        elif isinstance(job, DeleteJob) and job.evicted:
+            medium.evict(job.hash)
         elif isinstance(job, DeleteJob):
             medium.delete(job.hash)
         elif isinstance(job, RetireJob):
@@ -725,6 +748,7 @@ class World:
                     medium = self.media[block.place.shard]
                     assert key in medium.blocks, "a stored block is not on the medium"
                     assert medium.segments[key] == block.place.segment, "it is elsewhere"
+                    assert key not in medium.lingering, "it was evicted"
                     version = medium.blocks[key][2]
                     assert version == self.current(namespace.digest, key), "a dropped block is back"
 

@@ -537,7 +537,8 @@ def test_what_a_lost_segment_held_is_not_deleted_there_again() -> None:
     hashes = stored_chain(world, 2)
     world.retire(0, world.media[0].segments[hashes[1]])
     world.settle()
-    world.store.drop_blocks(world.open(SPEC), hashes)
+    for key in hashes:
+        shards_of(world).drop(world.open(SPEC).blocks[key])
     world.excused.update(hashes)
     assert world.store.take_jobs() == []
 
@@ -619,3 +620,27 @@ def test_a_block_that_was_too_slow_to_load_comes_to_ram_when_it_is_computed() ->
     assert world.store.counters.ssd_written_blocks == written
     world.restart()
     assert present(world, hashes) == 4
+
+
+def test_a_dropped_block_that_was_evicted_before_does_not_come_back() -> None:
+    """An evicted block lingers on the medium; a drop must reach it there, too."""
+    world = striped(1, blocks=4, ssd_blocks=3)
+    old = stored_chain(world, 2)
+    stored_chain(world, 3, start=100)
+    assert world.media[0].lingering == set(old)
+    world.drop_blocks(world.open(SPEC), old)
+    world.settle()
+    world.restart()
+    assert present(world, old) == 0
+
+
+def test_an_evicted_block_may_come_back_after_a_crash() -> None:
+    world = striped(1, blocks=4, ssd_blocks=3)
+    old = stored_chain(world, 2)
+    stored_chain(world, 3, start=100)
+    assert world.media[0].lingering == set(old)
+    world.restart()
+    assert present(world, old) == 2
+    newer = stored_chain(world, 3, start=200)
+    assert present(world, newer) == 3
+    assert world.media[0].used_bytes <= 3 * PAGE
