@@ -123,6 +123,8 @@ class SsdTier(BlockTier):
             mark = own_mark or _next_mark(left, self._relaxed)
             # A medium that failed may have lost what was written, like one that lost its power.
             walk = own_mark is not None or mark.deaths >= MOST_DEATHS or _lost_power(left)
+            # Should opening kill us, the next one counts it, and still knows of the lost power.
+            home.set_mark(replace(mark, boot_id=left.boot_id) if _lost_power(left) else mark)
             try:
                 scanned = segments.open_all(walk=walk)
             except TierFull as error:
@@ -161,12 +163,12 @@ class SsdTier(BlockTier):
 
     def reopen(self) -> Sequence[int]:
         self._shut()
-        ours = self._ours
+        ours, known, usage = self._ours, self._known, self._usage
         self._open(self._mark)
         envs = list(self._segments.open.values())
         if any(env.identity not in {*ours, *self._retired} for env in envs):
             self._shut()
-            self._ours = ours
+            self._ours, self._known, self._usage = ours, known, usage
             raise TierUnavailable(f"{self.directory}: another store is there now: restart kvtier")
         for env in envs:
             if env.identity in self._retired:
@@ -292,10 +294,10 @@ class SsdTier(BlockTier):
 
     def _pass_on_account(self) -> None:
         """What retired segments have written is remembered by one that is there."""
-        for env in self._segments.open.values():
-            env.account.written_bytes += self._retired_written_bytes
+        heir = next(iter(self._segments.open.values()), None)
+        if heir is not None:
+            heir.account.written_bytes += self._retired_written_bytes
             self._retired_written_bytes = 0
-            return
 
     # ---- reading
 

@@ -9,6 +9,7 @@ quarantine-NNN/  one that was found damaged, for inspection; the lowest number i
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -189,8 +190,12 @@ class StoreDirectory:
         Raises:
             TierUnavailable: the medium failed.
         """
+        total_bytes = 0
         with medium_errors(self.path):
-            return sum(item.lstat().st_blocks * 512 for item in [path, *path.rglob("*")])
+            for item in [path, *path.rglob("*")]:
+                with contextlib.suppress(FileNotFoundError):
+                    total_bytes += item.lstat().st_blocks * 512
+        return total_bytes
 
     def size_bytes(self) -> int:
         """Of the whole file system.

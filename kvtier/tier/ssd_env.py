@@ -64,7 +64,9 @@ def create(path: Path, number: int, map_bytes: int, namespaces: Iterable[Namespa
             txn.put(b"format", fmt.pack_format(), db=tables.header)
             for row in namespaces:
                 txn.put(row.digest, fmt.pack_namespace(row), db=tables.namespaces)
-        os.truncate(path / "data.mdb", map_bytes)
+        with (path / "data.mdb").open("rb+") as file:
+            file.truncate(map_bytes)
+            os.fsync(file.fileno())
 
 
 class Environment:

@@ -32,7 +32,7 @@ _TABLES_EXTRA_BYTES = 8 << 20
 _AHEAD_BYTES = 1 << 20
 
 BATCHES_UNDER_WAY = 3
-"""Two in flight, one being built: their deletes have not given back any room yet."""
+"""One committed, one written, one encoded: their deletes have not given back any room yet."""
 
 
 def whole_pages(size_bytes: int) -> int:

@@ -114,7 +114,9 @@ class Segments:
 
     def _try_open(self, number: int, path: Path, *, walk: bool) -> Environment | None:
         try:
-            if walk and (problems := tree_problems(path)):
+            with medium_errors(path):
+                problems = tree_problems(path) if walk else []
+            if problems:
                 raise SegmentDamaged(f"{path}: {problems[0]}", number)
             return Environment(path, number, sync=self._sync, io=self._io)
         except SegmentDamaged as error:
@@ -133,8 +135,13 @@ class Segments:
             return None
 
     def _fit(self, found: dict[int, Environment]) -> None:
-        """A lower capacity costs whole environments, coldest first."""
-        while sum(env.map_bytes for env in found.values()) > self._budget_bytes:
+        """A lower capacity costs what was set aside, and then whole environments, coldest first."""
+        while True:
+            aside_bytes = self._home.quarantined_bytes()
+            if sum(_maps(found.values())) + aside_bytes <= self._budget_bytes:
+                return
+            if self._drop_quarantine() or not found:
+                continue
             env = min(found.values(), key=_warmth)
             del found[env.number]
             env.retire()
@@ -147,12 +154,14 @@ class Segments:
 
     def _make_room_for_one(self) -> None:
         """What was set aside goes, oldest first, when it leaves no room for any environment."""
-        while not self.open and not self.planned_maps():
-            gone = self._home.drop_oldest_quarantine()
-            if gone is None:
-                return
+        while not self.open and not self.planned_maps() and self._drop_quarantine():
             self._aside_bytes = self._home.quarantined_bytes()
+
+    def _drop_quarantine(self) -> bool:
+        gone = self._home.drop_oldest_quarantine()
+        if gone is not None:
             log.warning("quarantined ssd environment deleted, to make room", path=str(gone))
+        return gone is not None
 
     def stored_blocks(self) -> StoredBlocks:
         """All readable blocks.

@@ -8,6 +8,7 @@ whether the free ones are the others.
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import subprocess
@@ -21,15 +22,20 @@ _BYTES_PER_S = 100 << 20
 """The walk steps through every page of the file, in Python: slowest seen 400 MB/s."""
 
 _SHOWN = 300
+_MEDIUM_FAILED = 74
+"""Exit code of the child, as sysexits.h has it."""
 
 
 def tree_problems(env_path: Path) -> list[str]:
     """What is wrong with the tree in `env_path`; blocks until a child has walked it.
 
     Raises:
-        OSError: no child could be started.
+        OSError: the medium failed, or no child could be started.
     """
-    size_bytes = (env_path / "data.mdb").stat().st_size if env_path.exists() else 0
+    data = env_path / "data.mdb"
+    if not data.exists():
+        return ["its data.mdb is gone"]
+    size_bytes = data.stat().st_size
     try:
         child = subprocess.run(
             [sys.executable, "-P", __file__, str(env_path)],
@@ -42,6 +48,8 @@ def tree_problems(env_path: Path) -> list[str]:
         return [f"the walk took more than {error.timeout:.0f} s"]
     if child.returncode < 0:
         return [f"the walk died of {signal.Signals(-child.returncode).name}"]
+    if child.returncode == _MEDIUM_FAILED:
+        raise OSError(errno.EIO, child.stderr.strip()[-_SHOWN:])
     if child.returncode:
         return [f"the walk failed: {child.stderr.strip()[-_SHOWN:]}"]
     problems: list[str] = json.loads(child.stdout)
@@ -53,6 +61,9 @@ def _main(env_path: str) -> None:
         problems = lmdb.verify.verify(env_path)  # type: ignore[no-untyped-call]
     except lmdb.verify.VerifyError as error:
         problems = [str(error)]
+    except OSError as error:  # A medium that fails says nothing of the tree.
+        sys.stderr.write(str(error))
+        sys.exit(_MEDIUM_FAILED)
     json.dump(problems, sys.stdout)
 
 

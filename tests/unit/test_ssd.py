@@ -38,6 +38,7 @@ from kvtier.tier import ssd_format as fmt
 from kvtier.tier import ssd_layout as layout
 from kvtier.tier.base import Deletion, NamespaceRow, Piece, PreparedBlock, Restamp, WrittenBlock
 from kvtier.tier.ssd import SsdTier
+from kvtier.tier.ssd_env import Environment
 from kvtier.tier.ssd_file import BlockIo, DataFile
 from kvtier.types import BlockHash, Component, Loss, NamespaceSpec
 from tests.contract.test_tier import (
@@ -364,6 +365,16 @@ class TestCapacity:
         assert occupied_bytes(opened.home) <= ONE_SEGMENT
         assert opened.names() == [f"env-{first:03}"]
         assert 0 in opened.shelf.where
+        opened.shelf.assert_all_read()
+
+    def test_what_was_set_aside_goes_first_when_the_capacity_is_lowered(
+        self, opened: Opened
+    ) -> None:
+        fill(opened.shelf)
+        opened.tier.retire(0, damaged=True)
+        opened.restart(capacity_bytes=ONE_SEGMENT)
+        assert opened.names() == ["env-001"]
+        assert occupied_bytes(opened.home) <= ONE_SEGMENT
         opened.shelf.assert_all_read()
 
     def test_lowered_below_every_environment_it_starts_empty(self, opened: Opened) -> None:
@@ -1311,6 +1322,25 @@ class TestSuddenDeath:
             assert len(walks) == deaths // 3
         opened.shelf.assert_all_read()
 
+    def test_a_store_that_kills_daemons_when_they_open_it_is_walked(
+        self, opened: Opened, walks: list[Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        opened.shelf.put(LARGE, range(3))
+        self.die(opened)
+
+        def die(_: Environment) -> None:
+            raise KeyboardInterrupt  # FAKE: as far as the files go, it is SIGSEGV.
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Environment, "load", die)
+            for _ in range(2):
+                with pytest.raises(KeyboardInterrupt):
+                    opened.open_again()
+        assert walks == []
+        opened.open_again()
+        assert walks == [opened.home / "env-000"]
+        opened.shelf.assert_all_read()
+
     def test_a_daemon_that_ran_for_a_while_did_not_die_of_its_store(
         self, opened: Opened, walks: list[Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -1357,6 +1387,45 @@ class TestPowerCut:
         opened.open_again()
         assert (opened.shelf.where, seen) == ({}, [])
         assert opened.names() == ["quarantine-000"]
+
+    def test_a_start_that_dies_is_followed_by_one_that_still_walks(
+        self,
+        opened: Opened,
+        home: Path,
+        walks: list[Path],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        def die(_: Environment) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Environment, "load", die)
+            with pytest.raises(KeyboardInterrupt):
+                opened.open_again()
+        opened.open_again()
+        assert len(walks) == 2
+        opened.tier._shut()
+        opened.open_again()
+        assert len(walks) == 2, "it is known to be sound now"
+
+    def test_a_failing_medium_is_no_damage(
+        self, opened: Opened, home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """Nothing is set aside because a disk does not answer for a while."""
+        script = tmp_path / "walk.py"
+        walk = Path(ssd_walk.__file__).read_text()
+        failing = "lmdb.verify.verify = lambda _: open('/proc/self/mem', 'rb').read(1)"
+        script.write_text(walk.replace("if __name__", f"{failing}\nif __name__"))
+        with monkeypatch.context() as patch:
+            patch.setattr(ssd_walk, "__file__", str(script))
+            with pytest.raises(TierUnavailable, match=r"env-000.*Input/output"):
+                open_tier(home)
+        assert opened.names() == ["env-000"]
+        opened.open_again()
+        assert set(opened.shelf.where) == {0, 1, 2}
+
+    def test_a_walk_of_nothing(self, tmp_path: Path) -> None:
+        assert ssd_walk.tree_problems(tmp_path) == ["its data.mdb is gone"]
 
     @pytest.mark.parametrize("mark", ["", "{}", "nonsense", '{"boot_id": 5}'])
     def test_a_torn_mark_is_a_lost_power(
