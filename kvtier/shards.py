@@ -386,7 +386,9 @@ class SsdResidency:
 
     def erase(self, key: BlockHash) -> None:
         """Have a block deleted wherever it may still be: evicted ones may linger (tier/base.py)."""
-        self._jobs += [DeleteJob(shard.number, None, key, 0, evicted=False) for shard in self.shards]
+        self._jobs += [
+            DeleteJob(shard.number, None, key, 0, evicted=False) for shard in self.shards
+        ]
 
     def _delete(
         self, shard: SsdShard, place: Place, key: BlockHash, stored_bytes: int, *, evicted: bool

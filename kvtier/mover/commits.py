@@ -211,9 +211,19 @@ class ShardCommits:
             return None
         if health.condemned and not self._busy.under_way:
             return self._retire
-        if self._items and _Batch().takes(self._items[0], self._batch_bytes):
+        if self._due():
             return self._commit_group
         return None
+
+    def _due(self) -> bool:
+        """Whether there is something to commit; evictions wait for what is being written."""
+        if not self._items:
+            return False
+        if not self._busy.under_way:
+            return True
+        evictions = (isinstance(item, DeleteJob) and item.evicted for item in self._items)
+        first = next((n for n, evicted in enumerate(evictions) if not evicted), None)
+        return first is not None and _Batch().takes(self._items[first], self._batch_bytes)
 
     def _due_in_s(self) -> float | None:
         """When there may be something to do without a notify(); None: not before one."""

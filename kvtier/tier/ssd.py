@@ -22,6 +22,7 @@ from kvtier.codec.base import Bytes, Codec
 from kvtier.codec.lossless import Lossless
 from kvtier.errors import CorruptBlock, TierError, TierFull, TierUnavailable
 from kvtier.tier import ssd_format as fmt
+from kvtier.tier import ssd_layout as layout
 from kvtier.tier.base import (
     BlockMeta,
     BlockTier,
@@ -38,6 +39,7 @@ from kvtier.tier.ssd_changes import Changes
 from kvtier.tier.ssd_directory import Mark, StoreDirectory, this_boot
 from kvtier.tier.ssd_env import Environment
 from kvtier.tier.ssd_file import BlockIo, medium_errors
+from kvtier.tier.ssd_lingering import Lingering
 from kvtier.tier.ssd_read import read_block, verify_block
 from kvtier.tier.ssd_segments import Segments, joined
 from kvtier.types import BlockHash, Loss, NamespaceDigest
@@ -98,6 +100,7 @@ class SsdTier(BlockTier):
         self._io = io or BlockIo()
         self._known: dict[NamespaceDigest, NamespaceRow] = {}
         self._ours: dict[bytes, int] = {}  # Identities of environments, and their numbers.
+        self._lingering = Lingering(layout.lingering_bytes(capacity_bytes, max_batch_bytes))
         self._retired: set[bytes] = set()
         self._retired_written_bytes = 0
         self._home: StoreDirectory | None = None
@@ -175,7 +178,10 @@ class SsdTier(BlockTier):
                 self._segments.retire(env.number, damaged=False)
         self._scanned = None
         self._usage = self._measure(self._segments)
-        return [env.number for env in envs if ours.get(env.identity) == env.number]
+        same = [env.number for env in envs if ours.get(env.identity) == env.number]
+        self._lingering.keep_only(same)
+        self._usage = self._measure(self._segments)
+        return same
 
     def _live(self) -> Segments:
         if self._home is None:
@@ -210,7 +216,7 @@ class SsdTier(BlockTier):
     def _measure(self, segments: Segments) -> TierUsage:
         envs = list(segments.open.values())
         return TierUsage(
-            used_bytes=sum(env.account.used_bytes for env in envs),
+            used_bytes=sum(env.account.used_bytes for env in envs) - self._lingering.size_bytes,
             live_bytes=sum(env.account.live_bytes for env in envs),
             limit_bytes=segments.limit_bytes(),
             blocks=sum(env.account.blocks for env in envs),
@@ -257,6 +263,9 @@ class SsdTier(BlockTier):
         assert len(names) == len(writes), "a block twice in a batch"
         segments = self._live()
         self._check_written(writes)
+        lingering = self._lingering
+        due = lingering.add(deletes)
+        all_due = lingering.too_many or not writes
         known = self._known | {row.digest: row for row in namespaces}
         try:
             self._note_steady()
@@ -265,14 +274,19 @@ class SsdTier(BlockTier):
             self._pass_on_account()
             self._scanned = None
             for env in segments.open.values():
+                mine = [written for written in writes if written.segment == env.number]
+                gone = {each.hash for each in due if each.segment in (None, env.number)}
+                if mine or all_due:
+                    gone.update(lingering.of(env.number))
                 changes = Changes(
-                    [gone.hash for gone in deletes if gone.segment in (None, env.number)],
+                    list(gone),
                     [restamp for restamp in restamps if restamp.segment == env.number],
                     env.missing(known.values()),
-                    [written for written in writes if written.segment == env.number],
+                    mine,
                 )
                 if changes.rows or namespaces:
                     env.commit(changes)
+                    lingering.over(env.number, gone)
         except TierError:
             for env in segments.open.values():
                 env.disown([written for written in writes if written.segment == env.number])
@@ -352,6 +366,7 @@ class SsdTier(BlockTier):
         segments = self._live()
         env = segments.open.get(segment)
         if env is not None:
+            self._lingering.keep_only(segments.open.keys() - {segment})
             self._retired.add(env.identity)
             self._retired_written_bytes += env.written_bytes
             try:

@@ -31,6 +31,8 @@ _TABLES_SHARE = 16
 _TABLES_EXTRA_BYTES = 8 << 20
 _AHEAD_BYTES = 1 << 20
 
+_LINGERING_BATCHES = 8
+
 BATCHES_UNDER_WAY = 3
 """One committed, one written, one encoded: their deletes have not given back any room yet."""
 
@@ -43,6 +45,11 @@ def whole_pages(size_bytes: int) -> int:
 def budget_bytes(capacity_bytes: int) -> int:
     """What all environments together may take."""
     return whole_pages(capacity_bytes - (capacity_bytes >> 10) - _FIXED_BYTES)
+
+
+def lingering_bytes(capacity_bytes: int, batch_bytes: int) -> int:
+    """How much may be evicted and still have its pages (ssd_lingering.py)."""
+    return whole_pages(min(_LINGERING_BATCHES * batch_bytes, capacity_bytes // 32))
 
 
 def least_map_bytes(batch_bytes: int) -> int:

@@ -36,6 +36,7 @@ class Segments:
 
     Attributes:
         open: By number; never changed in place.
+        lingering_bytes: Evicted blocks that may keep their pages for a while.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Segments:
         self._home = home
         self._budget_bytes = layout.budget_bytes(capacity_bytes)
         self._new_map_bytes = layout.map_bytes(capacity_bytes, batch_bytes)
+        self.lingering_bytes = layout.lingering_bytes(capacity_bytes, batch_bytes)
         self._batch_bytes = batch_bytes
         self._least_map_bytes = layout.least_map_bytes(batch_bytes)
         self._min_free_bytes = min_free_bytes
@@ -197,9 +199,9 @@ class Segments:
     def limit_bytes(self) -> int:
         """TierUsage.limit_bytes: what slabs hold, now and in time, less what must stay free.
 
-        That is the batches under way, and a batch for every further environment, since what is
-        left in one is no use to a block that fits only in another. It shrinks while others fill
-        the file system, so that the store makes room among its own blocks. And it shrinks when
+        That is what lingers, the batches under way, and a batch for every further environment:
+        what is left in one is no use to a block that fits only in another. It shrinks while others
+        fill the file system, so that the store makes room among its own blocks. And it shrinks when
         blocks are so small that their rows fill the tables before they fill the slabs. What it says
         of a file system that does not answer, the next write will tell.
         """
@@ -216,7 +218,7 @@ class Segments:
             mean_bytes = sum(env.account.used_bytes for env in envs) // blocks
             room_bytes = min(room_bytes, most * mean_bytes)
         spare = layout.BATCHES_UNDER_WAY + max(0, len(envs) + len(planned) - 1)
-        return max(0, room_bytes - spare * self._batch_bytes)
+        return max(0, room_bytes - spare * self._batch_bytes - self.lingering_bytes)
 
     def place(
         self, size_bytes: int, namespaces: Iterable[NamespaceRow]

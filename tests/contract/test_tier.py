@@ -683,6 +683,78 @@ class TierContract:
         assert len(stored) > 40
         shelf.assert_all_read()
 
+    # Evictions
+
+    def evicted(self, shelf: Shelf, numbers: Iterable[int]) -> list[Deletion]:
+        """What the store says when it makes room."""
+        rows = {row["hash"].tobytes(): int(row["stored_bytes"]) for row in shelf.tier.scan()}
+        return [
+            Deletion(block_hash(n), shelf.where.pop(n), aligned(rows[block_hash(n)]), evicted=True)
+            for n in numbers
+        ]
+
+    def test_room_of_evicted_blocks_counts_as_free_at_once(self, shelf: Shelf) -> None:
+        shelf.put(SMALL, range(20))
+        used_bytes = shelf.tier.usage().used_bytes
+        gone = self.evicted(shelf, range(5))
+        usage = shelf.tier.commit(deletes=gone, writes=[shelf.write(SMALL, 50)])
+        kept = sum(each.stored_bytes for each in gone)
+        assert usage.used_bytes <= used_bytes - kept + aligned(SMALL.block_bytes)
+
+    def test_a_commit_without_writes_leaves_no_evicted_block(
+        self, shelf: Shelf, restart: Callable[[], StoredBlocks]
+    ) -> None:
+        shelf.put(SMALL, range(20))
+        gone = self.evicted(shelf, range(5))
+        shelf.tier.commit(deletes=gone, writes=[])
+        shelf.assert_all_read()
+        assert hashes(restart()) == {block_hash(n) for n in range(5, 20)}
+
+    def test_a_drop_reaches_evicted_blocks_wherever_they_are(
+        self, shelf: Shelf, restart: Callable[[], StoredBlocks]
+    ) -> None:
+        """What a client dropped must not come back, also if it was evicted before."""
+        shelf.put(SMALL, range(20))
+        gone = self.evicted(shelf, range(5))
+        drops = [Deletion(each.hash, None) for each in gone]
+        shelf.tier.commit(deletes=gone, writes=[shelf.write(LARGE, 50)])
+        shelf.tier.commit(deletes=drops, writes=[shelf.write(LARGE, 51)])
+        assert not hashes(restart()) & {block_hash(n) for n in range(5)}
+
+    def test_an_evicted_block_that_is_stored_again_stays(
+        self, shelf: Shelf, restart: Callable[[], StoredBlocks]
+    ) -> None:
+        shelf.put(SMALL, range(10))
+        gone = self.evicted(shelf, [3])
+        shelf.tier.commit(deletes=gone, writes=[shelf.write(LARGE, 50)])
+        shelf.put(SMALL, [3])
+        shelf.tier.commit()
+        shelf.assert_reads(SMALL, 3)
+        assert block_hash(3) in hashes(restart())
+
+    def test_below_the_limit_writes_fit_whatever_lingers(self, shelf: Shelf) -> None:
+        """Evict for room as the store does, through four fillings of the medium."""
+        resident: list[int] = []
+        sizes: dict[int, int] = {}
+        batch_blocks = self.MAX_BATCH_BYTES // LARGE.block_bytes
+        room_bytes = batch_blocks * aligned(LARGE.block_bytes)
+        for first in range(0, 200, batch_blocks):
+            usage, deletes, freed = shelf.tier.usage(), [], 0
+            while usage.used_bytes - freed + room_bytes > usage.limit_bytes:
+                number = resident.pop(0)
+                freed += sizes[number]
+                where = shelf.where.pop(number)
+                deletes.append(Deletion(block_hash(number), where, sizes[number], evicted=True))
+            numbers = range(first, first + batch_blocks)
+            written = [shelf.write(LARGE, number) for number in numbers]
+            shelf.tier.commit(deletes=deletes, writes=written)
+            for number, each in zip(numbers, written, strict=True):
+                shelf.where[number] = each.segment
+                sizes[number] = aligned(each.stored_bytes)
+                resident.append(number)
+        for number in resident[::7]:
+            shelf.assert_reads(LARGE, number)
+
 
 def fill(shelf: Shelf) -> list[int]:
     """Store LARGE blocks one by one until there is no room; their numbers."""
