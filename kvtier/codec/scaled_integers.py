@@ -17,7 +17,7 @@ their channel's range, such as those of an attention sink. These *exceptions* ar
 and don't influence the steps of the other records. A channel where no element is further than
 PEAK spreads from the mean has none, and errs by half a step at most, where
 
-    step <= max(2^-64, sqrt(2) * max(k * sqrt(...), peak / 123, |mean| / 256,000))
+    step <= max(2^-64, sqrt(2) * max(k * sqrt(...), peak / 124, |mean| / 128,000))
 
 Stored form, version 1: planes as in planes.py, integers little-endian. A component that is no
 latent (layout.py) has its planes as in `lossless`. A latent is taken as (layers, rows, width):
@@ -26,13 +26,13 @@ records are rows of one layer. Each layer is cut into tiles of 64 rows, the last
 The latent part and, if there is one, the rotary part of the record are called parts. The planes:
 
     steps     layers * tiles * width   u8 b: the step is 2^((b - 128) / 2), as float32
-    means     layers * tiles * width   i16 m, two planes: the mean is m times 8 steps
+    means     layers * tiles * width   i16 m, two planes: the mean is m times 4 steps
     codes     layers * rows * part     i8, a plane a part: -128 an exception, else -127..127
     low bits  layers * rows * rotary part / 8, rounded up: one bit l a code, the first in bit 7
     exceptions of each part, as many planes as an element has bytes: their bits, in order
 
-    latent element = float32(code) * step + float32(m) * (8 * step)
-    rotary element = float32(2 * code + l) * step + float32(m) * (8 * step)
+    latent element = float32(code) * step + float32(m) * (4 * step)
+    rotary element = float32(2 * code + l) * step + float32(m) * (4 * step)
 
 in float32, then rounded to the dtype (bfloat16: half away from zero).
 """
@@ -58,14 +58,15 @@ _FEW_ROWS = 16
 _BATCH_ELEMENTS = 80_000  # Two float32 of each fit in an L2 cache of 1 MiB, and calls are few.
 _EXCEPTION = -128
 _LARGEST = 127
-_MEAN_STEPS = np.float32(8)
+_MEAN_STEPS = np.float32(4)
 _PEAK_SPREADS = np.float32(5)
 _HUGE = np.float32(2.0**60)
 # Squares of steps are rounded to the nearest power of 2, these never to less than they must be:
-# 123 is what is left of 127 codes after half a mean's step, 32,000 fits an int16.
-_LEAST_BY_PEAK = np.float32(2**0.5 / 123**2)
-_LEAST_BY_MEAN = np.float32(2**0.5 / (8 * 32_000) ** 2)
+# 124 is what is left of 127 codes after half a mean's step, 32,000 fits an int16.
+_LEAST_BY_PEAK = np.float32(2**0.5 / 124**2)
+_LEAST_BY_MEAN = np.float32(2**0.5 / (4 * 32_000) ** 2)
 _LARGEST_SQUARE = np.float32(2.0**126)
+_WHOLE = np.float32(3 * 2.0**22)  # Its low 16 bits are 0, and numbers around it are whole.
 _SQRT_2_TO_2 = np.int32(0x40000000 - 0x3FB504F3)
 
 _HALVES = np.arange(-128, 128)
@@ -135,8 +136,8 @@ class Q6(ScaledIntegers):
 
     id = 4
     name = "q6"
-    latent_step = 0.1
-    rope_step = 0.025
+    latent_step = 0.117
+    rope_step = 0.012
 
 
 class Q4(ScaledIntegers):
@@ -144,8 +145,8 @@ class Q4(ScaledIntegers):
 
     id = 5
     name = "q4"
-    latent_step = 0.3
-    rope_step = 0.1
+    latent_step = 0.25
+    rope_step = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +263,7 @@ class _Latent:
 
     Attributes:
         steps: (layers, tiles, width) uint8, what names the step.
-        means: (layers, tiles, width) int16, in 8 steps.
+        means: (layers, tiles, width) int16, in 4 steps.
         codes: (layers, rows, its width) for each part.
         exceptions: (n,) elements for each part, in the order of their codes.
     """
@@ -329,20 +330,15 @@ def _quantise(source: Elements, grid: _Grid, k: Floats) -> _Latent:
         batch = source[layers, rows]
         tiles = scratch[: batch.size].reshape(batch.shape)
         widen(batch, tiles)
-        channels = _centre(tiles, more_scratch[: batch.size].reshape(batch.shape), batch)
-        steps, means = _choose_steps(channels, grid.parts, k)
-        latent.steps[layers, number], latent.means[layers, number] = steps, means
-        step = _STEPS[steps]
-        shift = channels.mean - means * (_MEAN_STEPS * step)
-        np.add(tiles, shift[:, None], out=tiles)
-        np.multiply(tiles, (1 / step)[:, None], out=tiles)
-        np.rint(tiles, out=tiles)
+        channels = _describe(tiles, more_scratch[: batch.size].reshape(batch.shape))
         if channels.odd[0].size:
             any_odd = True
-            for part in grid.parts:
-                _mark_exceptions(tiles, channels.odd, part)
+            _describe_odd(channels, tiles)
+        steps, means = _choose_steps(channels, grid.parts, k)
+        latent.steps[layers, number], latent.means[layers, number] = steps, means
+        found = _to_codes(tiles, channels.odd, steps, means, grid.parts)
         for part, codes in zip(grid.parts, latent.codes, strict=True):
-            np.copyto(codes[layers, rows], tiles[..., part.columns], casting="unsafe")
+            np.copyto(codes[layers, rows], found[..., part.columns], casting="unsafe")
     for part, codes in zip(grid.parts, latent.codes, strict=True):
         elsewhere = source[..., part.columns]
         none = elsewhere[:0].reshape(-1)
@@ -367,26 +363,29 @@ class _Channels:
     odd: _Places
 
 
-def _centre(tiles: Floats, squares: Floats, source: Elements) -> _Channels:
-    """Subtract each channel's mean from `tiles`; `squares` is scratch of its shape."""
+def _describe(tiles: Floats, scratch: Floats) -> _Channels:
+    """Statistics of (tiles, rows, width); `scratch` has the same shape."""
     one_row = np.float32(1 / tiles.shape[1])
     mean = np.add.reduce(tiles, axis=1)
     mean *= one_row
-    np.subtract(tiles, mean[:, None], out=tiles)
-    np.multiply(tiles, tiles, out=squares)
-    variance = np.add.reduce(squares, axis=1)
+    np.subtract(tiles, mean[:, None], out=scratch)
+    np.multiply(scratch, scratch, out=scratch)
+    variance = np.add.reduce(scratch, axis=1)
     variance *= one_row
-    peak_square = np.maximum.reduce(squares, axis=1)
+    peak_square = np.maximum.reduce(scratch, axis=1)
     usual = peak_square <= _PEAK_SPREADS**2 * variance
     usual &= peak_square + np.square(mean) < _HUGE**2
-    tile, column = odd = np.nonzero(~usual)
-    if tile.size:
-        values = np.empty((tile.size, tiles.shape[1]), dtype=np.float32)
-        widen(np.ascontiguousarray(source[tile, :, column]), values)
-        mean[odd], variance[odd] = _middle(values)
-        peak_square[odd] = _PEAK_SPREADS**2 * variance[odd]
-        tiles[tile, :, column] = values - mean[odd][:, None]
+    tile, column = np.nonzero(~usual)
     return _Channels(mean, variance, peak_square, (tile, column))
+
+
+def _describe_odd(channels: _Channels, tiles: Floats) -> None:
+    """Replace the statistics of odd channels by some that outliers don't move."""
+    tile, column = channels.odd
+    mean, variance = _middle(tiles[tile, :, column])
+    channels.mean[channels.odd] = mean
+    channels.variance[channels.odd] = variance
+    channels.peak_square[channels.odd] = _PEAK_SPREADS**2 * variance
 
 
 def _middle(values: Floats) -> tuple[Floats, Floats]:
@@ -403,7 +402,7 @@ def _middle(values: Floats) -> tuple[Floats, Floats]:
 def _choose_steps(
     channels: _Channels, parts: Sequence[_Part], k: Floats
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int16]]:
-    """Names of the steps, and the means in 8 steps, both (tiles, width)."""
+    """Names of the steps, and the means in 4 steps, both (tiles, width)."""
     square = np.sqrt(channels.variance)  # Becomes the square of the step.
     least = channels.peak_square * _LEAST_BY_PEAK
     for part in parts:
@@ -421,13 +420,34 @@ def _choose_steps(
     return steps, means
 
 
-def _mark_exceptions(tiles: Floats, odd: _Places, part: _Part) -> None:
-    """Replace what no code can express in a part's odd channels."""
+def _to_codes(
+    tiles: Floats,
+    odd: _Places,
+    steps: npt.NDArray[np.uint8],
+    means: npt.NDArray[np.int16],
+    parts: Sequence[_Part],
+) -> npt.NDArray[np.int32]:
+    """Numbers whose low 16 bits are the codes, (tiles, rows, width); overwrites `tiles`.
+
+    A mean is a whole number of steps, so one addition subtracts it and rounds: to whole numbers,
+    as every float32 from 2^23 to 2^24 is.
+    """
+    per_step = 1 / _STEPS[steps]
+    shift = _WHOLE - _MEAN_STEPS * means.astype(np.float32)
     tile, column = odd
-    inside = (part.columns.start <= column) & (column < part.columns.stop)
-    tile, column = tile[inside], column[inside]
-    codes = tiles[tile, :, column]
-    tiles[tile, :, column] = np.where(np.abs(codes) <= part.largest, codes, part.exception)
+    values = tiles[tile, :, column]
+    np.multiply(tiles, per_step[:, None], out=tiles)
+    np.add(tiles, shift[:, None], out=tiles)
+    found = tiles.view(np.int32)
+    if tile.size:
+        codes = np.rint(values * per_step[odd][:, None] + (shift[odd] - _WHOLE)[:, None])
+        for part in parts:
+            inside = (part.columns.start <= column) & (column < part.columns.stop)
+            codes[inside] = np.where(
+                np.abs(codes[inside]) <= part.largest, codes[inside], part.exception
+            )
+        found[tile, :, column] = codes
+    return found
 
 
 def _restore(latent: _Latent, grid: _Grid, target: Elements) -> None:
