@@ -163,10 +163,10 @@ class Settings(BaseSettings):
         "only once it is used again.",
     )
     ssd_read_threads: Count = Field(
-        default=4, description="Reads from each SSD directory at the same time."
+        default=8, description="Reads from each SSD directory at the same time."
     )
     ssd_write_threads: Count = Field(
-        default=4, description="Writes to each SSD directory at the same time."
+        default=8, description="Writes to each SSD directory at the same time."
     )
     ssd_batch_bytes: Buffer = Field(
         default=32 << 20,

@@ -123,8 +123,9 @@ class Restore:
         """The namespaces, and of each row the number of its one; -1 for none, or a dropped one."""
         homes = list(self._index.namespaces.values())
         home_of = np.full(len(rows), -1)
+        prefixes = _prefix(rows["namespace"])
         for number, home in enumerate(homes):
-            mine = rows["namespace"] == np.void(home.digest)
+            mine = prefixes == np.frombuffer(home.digest, np.uint64, 1)
             home_of[mine & (rows["generation"] == home.generation)] = number
         return homes, home_of
 
