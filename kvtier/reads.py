@@ -272,7 +272,7 @@ class Reads:
             if copy.current and block.place.online:
                 self._tiers.drop(block)
             elif copy.current:  # The whole shard is out, and comes back with the block.
-                self._tiers.host.detach(block)
+                self._tiers.give_up_load(block)
         self._tiers.host.unpin(copy)
         self._shorten(waiting, None if valid else copy)
 
@@ -284,7 +284,7 @@ class Reads:
         copy = job.copy
         self._counters.late_loads += 1
         if copy.current:
-            self._tiers.host.detach(copy.block)
+            self._tiers.give_up_load(copy.block)
         self._shorten(self._loading[copy], copy)
         self._loading[copy] = []
 

@@ -182,6 +182,11 @@ class Tiers:
         if self.ssd is not None:
             self.ssd.drop(block)
 
+    def give_up_load(self, block: Block) -> None:
+        """A block does not come to RAM after all; what the SSD has of it stays."""
+        self.host.detach(block)
+        self._index.prune(block)
+
     # The SSD's jobs and their completions
 
     def take_jobs(self) -> list[Job]:

@@ -644,3 +644,19 @@ def test_an_evicted_block_may_come_back_after_a_crash() -> None:
     newer = stored_chain(world, 3, start=200)
     assert present(world, newer) == 3
     assert world.media[0].used_bytes <= 3 * PAGE
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_load_from_a_segment_that_is_reaped_meanwhile_leaves_no_block(late: bool) -> None:
+    world = striped(1)
+    hashes = stored_chain(world, 1)
+    only_on_ssd(world, hashes)
+    world.acquire(world.open(SPEC), hashes, ALICE)
+    world.retire(0, world.media[0].segments[hashes[0]])
+    while world.store.reap():
+        pass
+    if late:
+        world.make_late(0)
+    world.finish_load(0, TierUnavailable("EIO"))
+    assert hashes[0] not in world.open(SPEC).blocks
+    world.check()
