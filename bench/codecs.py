@@ -12,6 +12,25 @@ divergence from the exact run (mean and 99th percentile over tokens), relative c
 share of tokens whose most likely successor stays the same. See fidelity.py.
 
 Writes codecs.json and codecs.svg (rate against divergence) to the results folder.
+
+What was tried for q6, in bytes a token and layer on tiny-mla at fp8_ds_mla's divergence (bytes
+measured, then moved to that divergence at 6 dB a bit; good to about 3 bytes):
+
+    one step a token and group of 128, from its largest magnitude (int7, int8 for the rope)    442
+    one step a tile, from its spread; no mean                                                  419
+    the same, channel means over 64 tokens taken out                                           417
+    ... steps in proportion to the channel's spread                                            424
+    ... steps in proportion to its square root                                                 401
+    ... and repeated tokens found by zstd, means in 8 steps, steps in half octaves             385
+    ... and a ninth bit for the rotary part                                                    369
+    ... and means in 4 steps (this is q6)                                                      367
+
+    exponent 0.4 or 0.6 instead of the square root                                        366, 371
+    steps relative to the tile's energy, means included: the same here, but on SmolLM2
+        they come out twice as coarse against FP8's                                            367
+    Huffman tables for four classes of channels: 5 less, but their permutation costs as much
+        time as all the arithmetic of decoding                                                 ---
+    differences to the token before instead of means: twice the energy that means leave        ---
 """
 
 from __future__ import annotations
@@ -149,6 +168,7 @@ def wall_seconds(work: Callable[[Bytes], object], outs: Sequence[Bytes]) -> floa
 
 def measure(codecs: Sequence[Codec], runs: int, only: str | None) -> dict[str, Figures]:
     """All figures of all codecs."""
+    torch.set_num_threads(1)
     tiny = TinyMla()
     records = latents(tiny)
     results: dict[str, Figures] = {}
@@ -162,6 +182,8 @@ def measure(codecs: Sequence[Codec], runs: int, only: str | None) -> dict[str, F
             **found,
         }
     for model in models(tiny, only):
+        # tiny-mla's products are so small that more threads would wait for each other.
+        torch.set_num_threads(1 if model is tiny else min(4, os.cpu_count() or 1))
         for name, comparison in compare(model, codecs).items():
             results[name][model.name] = {**comparison.results()}
     for figures in results.values():
@@ -243,8 +265,6 @@ def main() -> None:
     parser.add_argument("--only", choices=("tiny_mla",), help="leave the other model out")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     arguments = parser.parse_args()
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
-    torch.manual_seed(0)
     codecs = [codec_by_name(name) for name in CODECS]
     results = measure(codecs, arguments.runs, arguments.only)
     arguments.results.mkdir(parents=True, exist_ok=True)

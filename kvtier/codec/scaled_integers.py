@@ -136,7 +136,7 @@ class Q6(ScaledIntegers):
 
     id = 4
     name = "q6"
-    latent_step = 0.117
+    latent_step = 0.11
     rope_step = 0.012
 
 
