@@ -175,8 +175,13 @@ def _parents(rows: StoredBlocks, home_of: Ints) -> tuple[Ints, npt.NDArray[np.bo
 
 
 def _sorted_by_hash(rows: StoredBlocks) -> Ints:
-    """Row numbers in the order of their hashes' first bytes; whole hashes next to their equals."""
-    return np.argsort(_prefix(rows["hash"]))
+    """Row numbers in the order of their hashes' first bytes; of equal hashes the newest first."""
+    prefixes = _prefix(rows["hash"])
+    order = np.argsort(prefixes)
+    ordered = prefixes[order]
+    if (ordered[1:] == ordered[:-1]).any():  # Rare, so only then the whole order.
+        order = np.lexsort((-rows["stamp"], -rows["born_s"].astype(np.int64), prefixes))
+    return order
 
 
 def _prefix(hashes: npt.NDArray[np.void]) -> npt.NDArray[np.uint64]:

@@ -463,10 +463,11 @@ class SsdResidency:
         broken = not all(shard.online for shard in self.shards)
         with closing(_coldest(shards)) as order:
             for block in order:
-                copy = block.host
-                if copy is not None and copy.state is HostState.LOADING:
+                state = None if block.host is None else block.host.state
+                if state is HostState.LOADING:
                     continue
-                if copy is None and block.children and not broken:
+                # What is being written to RAM may never be complete.
+                if state is not HostState.READY and block.children and not broken:
                     if passed is not None:
                         passed -= 1
                         if not passed:

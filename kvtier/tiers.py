@@ -258,7 +258,7 @@ class Tiers:
         counts = self._counters.corrupt_blocks
         counts[reason] = counts.get(reason, 0) + 1
         self.ssd.drop(block)
-        if block.host is not None:
+        if block.host is not None and block.host.state is HostState.READY:
             self.ssd.mark_dirty(block)  # RAM has its bytes: they are stored again.
         self._index.prune(block)
 

@@ -30,8 +30,10 @@ from kvtier.types import BlockHash, Loss
 
 log = structlog.get_logger(__name__)
 
-MAX_DELETES = 1024
-"""Most deletes in one commit: a dropped namespace of 100,000 blocks must not hold up the rest."""
+MAX_DELETES = 256
+DELETES_PAUSE_S = 0.005
+"""Most deletes in one commit, and the pause after so many: a dropped namespace of 100,000 blocks
+must not hold up loads, which want the same cores."""
 GROUP_S = 0.005
 """Longest that a commit waits for more blocks."""
 RETRY_S = 1.0
@@ -250,6 +252,8 @@ class ShardCommits:
         while self._items and batch.takes(self._items[0], self._batch_bytes):
             batch.take(self._items.popleft())
         await self._commit(batch)
+        if len(batch.deletes) == MAX_DELETES:
+            await asyncio.sleep(DELETES_PAUSE_S)
 
     async def _let_grow(self) -> None:
         """While blocks are being written, wait a moment for them; not if the batch is full."""

@@ -17,6 +17,8 @@ from itertools import count
 from kvtier.policy.base import EvictionPolicy, Key
 
 _SLACK = 64
+_STEP = 8
+"""Entries looked at in one call while there are too many void ones: no call may take long."""
 
 
 class Lru(EvictionPolicy[Key]):
@@ -31,8 +33,11 @@ class Lru(EvictionPolicy[Key]):
         # (stamp, serial, key). A key that was removed and inserted again may have two entries;
         # coldest() sees to it that only one of them counts.
         self._heap: list[tuple[int, int, Key]] = []
-        self._sorted: list[Key] = []  # Coldest last.
+        self._leaving: list[tuple[int, int, Key]] = []
+        """Another heap, whose valid entries go to the first one."""
+        self._sorted: list[Key | None] = []  # Coldest last; those before _first are gone.
         self._sorted_stamps = array("q")
+        self._first = 0
         self._untouched = 0
         self._removed: set[Key] = set()
         """Keys whose entry in _sorted, if they have one, is void."""
@@ -42,13 +47,7 @@ class Lru(EvictionPolicy[Key]):
         assert key not in self._stamp, "inserted twice"
         self._stamp[key] = stamp
         heapq.heappush(self._heap, (stamp, next(self._serials), key))
-        if len(self._heap) > 2 * len(self._stamp) + _SLACK:
-            self._heap = [
-                (self._stamp[key], serial, key)
-                for key, serial in {key: serial for _, serial, key in self._heap}.items()
-                if key in self._stamp
-            ]
-            heapq.heapify(self._heap)
+        self._tidy()
 
     def insert_sorted(self, keys: Sequence[Key], stamps: Sequence[int]) -> None:
         if self._sorted:
@@ -64,14 +63,13 @@ class Lru(EvictionPolicy[Key]):
         self._untouched -= len(self._stamp) - known
 
     def remove(self, key: Key) -> None:
-        # Its entry in the heap is discarded when it surfaces.
+        # Its entry in a heap is discarded when it surfaces.
         if self._stamp.pop(key, None) is None:
             assert self._untouched, "removed twice"
             self._untouched -= 1
         if self._sorted:
             self._removed.add(key)
-            if 2 * len(self._removed) > len(self._sorted) + _SLACK:
-                self._drop_removed()
+        self._tidy()
 
     def coldest(self) -> Generator[Key, None, None]:
         passed: dict[Key, tuple[int, int, Key]] = {}
@@ -93,27 +91,53 @@ class Lru(EvictionPolicy[Key]):
 
     def _pop(self) -> tuple[int, int, Key] | None:
         """Take out the entry with the smallest stamp."""
-        while self._sorted and (not self._heap or self._sorted_stamps[-1] <= self._heap[0][0]):
-            stamp, key = self._sorted_stamps.pop(), self._sorted.pop()
-            if key in self._removed:
-                self._removed.discard(key)
-                continue
-            if key not in self._stamp:
-                self._stamp[key] = stamp
-                self._untouched -= 1
-            return stamp, next(self._serials), key
-        return heapq.heappop(self._heap) if self._heap else None
+        heaps = [heap for heap in (self._heap, self._leaving) if heap]
+        coldest = min(heaps, key=lambda heap: heap[0][0]) if heaps else None
+        while len(self._sorted) > self._first and (
+            coldest is None or self._sorted_stamps[-1] <= coldest[0][0]
+        ):
+            key, stamp = self._sorted.pop(), self._sorted_stamps.pop()
+            if (entry := self._from_sorted(key, stamp)) is not None:
+                return entry
+        return heapq.heappop(coldest) if coldest is not None else None
 
-    def _drop_removed(self) -> None:
-        pairs = zip(self._sorted, self._sorted_stamps, strict=True)
-        kept = {key: stamp for key, stamp in pairs if key not in self._removed}
-        self._sorted, self._sorted_stamps = list(kept), array("q", kept.values())
-        self._removed.clear()
+    def _from_sorted(self, key: Key | None, stamp: int) -> tuple[int, int, Key] | None:
+        """The heap entry of one that was taken out of _sorted; None if it was void."""
+        assert key is not None
+        if key in self._removed:
+            self._removed.discard(key)
+            return None
+        if key not in self._stamp:
+            self._stamp[key] = stamp
+            self._untouched -= 1
+        return stamp, next(self._serials), key
+
+    def _tidy(self) -> None:
+        """Look at some entries if most are void: a dropped namespace must not stay in memory."""
+        if not self._leaving and len(self._heap) > 2 * len(self._stamp) + _SLACK:
+            self._leaving, self._heap = self._heap, []
+        for _ in range(min(_STEP, len(self._leaving))):
+            _, serial, key = self._leaving.pop()  # The last of a heap is never missed.
+            if (stamp := self._stamp.get(key)) is not None:
+                heapq.heappush(self._heap, (stamp, serial, key))
+        if 2 * len(self._removed) > len(self._sorted) - self._first + _SLACK:
+            self._tidy_sorted()
+
+    def _tidy_sorted(self) -> None:
+        for at in range(self._first, min(self._first + _STEP, len(self._sorted))):
+            entry = self._from_sorted(self._sorted[at], self._sorted_stamps[at])
+            self._sorted[at] = None
+            self._first = at + 1
+            if entry is not None:
+                heapq.heappush(self._heap, entry)
+        if self._first >= len(self._sorted):
+            self._sorted, self._sorted_stamps, self._first = [], array("q"), 0
+            self._removed.clear()
 
     def __iter__(self) -> Iterator[Key]:
         yield from self._stamp
-        for key in self._sorted:
-            if key not in self._stamp and key not in self._removed:
+        for key in self._sorted[self._first :]:
+            if key is not None and key not in self._stamp and key not in self._removed:
                 yield key
 
     def __len__(self) -> int:

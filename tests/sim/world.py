@@ -318,11 +318,12 @@ class World:
                 self.namespace_drops[meta.namespace] = namespace_drops
                 self.block_drops[key] = block_drops
         for _, digest, dropped in self.open_drops:
-            for medium in self.media:
-                if dropped in medium.blocks:
-                    meta, _, version = medium.blocks[dropped]
-                    if version[0] == self.namespace_drops.get(digest, 0):
-                        self.block_drops[dropped] = version[1]
+            # Where a shard was out, it may have another copy than those that worked: the newest.
+            copies = [m.blocks[dropped] for m in self.media if dropped in m.blocks]
+            copies = [c for c in copies if c[2][0] == self.namespace_drops.get(digest, 0)]
+            if copies and dropped is not None:
+                newest = max(copies, key=lambda copy: (copy[0].born_s, copy[0].stamp))
+                self.block_drops[dropped] = newest[2][1]
         self.open_drops.clear()
 
     def generation(self, digest: NamespaceDigest) -> int:

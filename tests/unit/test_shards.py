@@ -660,3 +660,33 @@ def test_a_load_from_a_segment_that_is_reaped_meanwhile_leaves_no_block(late: bo
     world.finish_load(0, TierUnavailable("EIO"))
     assert hashes[0] not in world.open(SPEC).blocks
     world.check()
+
+
+def test_of_two_copies_that_a_crash_left_the_newer_counts() -> None:
+    world = striped(2)
+    hashes = stored_chain(world, 1)
+    holder = next(medium for medium in world.media if hashes[0] in medium.blocks)
+    other = next(medium for medium in world.media if medium is not holder)
+    meta, data, version = holder.blocks[hashes[0]]
+    for older, newer in ((other, holder), (holder, other)):
+        older.rows = newer.rows = {**holder.rows, **other.rows}
+        older.put(replace(meta, stamp=meta.stamp - 1), data, version, holder.losses[hashes[0]])
+        newer.put(meta, data, version, holder.losses[hashes[0]])
+        world.restart()
+        assert world.open(SPEC).blocks[hashes[0]].place.shard == world.media.index(newer)
+        world.settle()
+        assert hashes[0] not in older.blocks
+
+
+def test_a_stored_ancestor_stays_while_its_copy_in_ram_is_only_being_written() -> None:
+    world = striped(1, blocks=8, ssd_blocks=4)
+    hashes = stored_chain(world, 2)
+    only_on_ssd_of(world, hashes)
+    world.acquire(world.open(SPEC), hashes, ALICE)
+    for at in range(2):
+        world.make_late(at)
+    reserved = world.reserve(world.open(SPEC), None, hashes[:1], BOB)
+    assert reserved.lease is not None
+    stored_chain(world, 4, start=100)
+    world.abort(reserved.lease.id, BOB)
+    world.check()
