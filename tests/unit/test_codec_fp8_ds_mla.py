@@ -141,6 +141,21 @@ def test_a_place_for_infinity_that_is_none_is_corrupt() -> None:
             decoded(hostile, layout)
 
 
+def test_only_latents_have_infinities() -> None:
+    latent = Component("latent_rope", "bfloat16", (2, 80))
+    indexer = Component("indexer_key", "bfloat16", (2, 80))
+    layout = NamespaceSpec("m", "r", (latent, indexer), RopeSpec("interleaved", 64))
+    block = torch.zeros(2, 2, 80, dtype=torch.bfloat16)
+    block[0, 1, 3] = torch.inf
+    encoded = CODEC.encode(bytes_of(block), layout)
+    out = np.empty(layout.block_bytes, dtype=np.uint8)
+    CODEC.decode_into(encoded, layout, out)
+    assert np.array_equal(out, bytes_of(block))
+    encoded[-9] = 1
+    with pytest.raises(CorruptBlock):
+        CODEC.decode_into(encoded, layout, out)
+
+
 def test_rounding_is_that_of_torch() -> None:
     bits = np.random.default_rng(0).integers(0, 1 << 32, 100_000, dtype=np.uint32)
     source = bits.view(np.float32)

@@ -101,6 +101,15 @@ def test_an_outlier_is_exact_and_leaves_the_others_alone(codec: ScaledIntegers, 
     assert (error.max(axis=1) <= 3 * plain.max(axis=1) + 1e-6).all()
 
 
+def test_a_channel_full_of_huge_numbers_is_exact_there() -> None:
+    values = latents((1, 64, 80))
+    plain = np.abs(round_trip(Q6(), values) - values)
+    values[0, :40:2, 5], values[0, 1:40:2, 5] = 3e38, -3e38
+    restored = round_trip(Q6(), values)
+    assert np.array_equal(restored[0, :40, 5], values[0, :40, 5])
+    assert np.abs(restored - values)[0, 40:, 5].max() <= 3 * plain[0, :, 5].max()
+
+
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 def test_nan_payloads_stay(codec: ScaledIntegers) -> None:
     values = latents((1, 64, 80))
