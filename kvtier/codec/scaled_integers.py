@@ -55,15 +55,15 @@ from kvtier.types import DTYPE_BYTES, Loss, NamespaceSpec
 
 TILE_ROWS = 64
 _FEW_ROWS = 16
-_BATCH_ELEMENTS = 80_000  # Two float32 of each fit in an L2 cache of 1 MiB, and calls are few.
+_BATCH_ELEMENTS = 300_000  # Fewer: calls cost more than L2 saves. More: out of L3.
 _EXCEPTION = -128
 _LARGEST = 127
 _MEAN_STEPS = np.float32(4)
 _PEAK_SPREADS = np.float32(5)
 _HUGE = np.float32(2.0**60)
-# Squares of steps are rounded to the nearest power of 2, these never to less than they must be:
-# 124 is what is left of 127 codes after half a mean's step, 32,000 fits an int16.
-_LEAST_BY_PEAK = np.float32(2**0.5 / 124**2)
+_PEAK_CODE = 124  # What is left of 127 after half a mean's step.
+# Squares of steps are rounded to the nearest power of 2, this never to less than it must be: 32,000
+# steps fit an int16.
 _LEAST_BY_MEAN = np.float32(2**0.5 / (4 * 32_000) ** 2)
 _LARGEST_SQUARE = np.float32(2.0**126)
 _WHOLE = np.float32(3 * 2.0**22)  # Its low 16 bits are 0, and numbers around it are whole.
@@ -79,7 +79,7 @@ _Places = tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]
 
 
 class ScaledIntegers(Codec):
-    """What the three widths share. Scratch memory: two bytes an element, and 1 MiB.
+    """What the three widths share. Scratch memory: two bytes an element, and 3 MiB.
 
     Attributes:
         latent_step: k of the latent part.
@@ -97,7 +97,7 @@ class ScaledIntegers(Codec):
             if piece.is_latent:
                 grid = _Grid.of(piece)
                 with np.errstate(all="ignore"):  # NaN and infinity are among the numbers.
-                    latent = _quantise(_records(piece, grid), grid, self._k(grid))
+                    latent = _quantise(_records(piece, grid), grid, _Rule.of(grid, self._k))
                 latent.write(planes, grid, piece.component.itemsize_bytes)
             else:
                 planes.add_elements(piece.data, piece.component.itemsize_bytes)
@@ -114,12 +114,9 @@ class ScaledIntegers(Codec):
                 planes.read_elements(piece.data, piece.component.itemsize_bytes)
         planes.finish()
 
-    def _k(self, grid: _Grid) -> Floats:
-        """k of each element of the record."""
-        k = np.full(grid.width, self.latent_step, dtype=np.float32)
-        for rope in grid.parts[1:]:
-            k[rope.columns] = self.rope_step
-        return k
+    @property
+    def _k(self) -> tuple[float, float]:
+        return self.latent_step, self.rope_step
 
 
 class Q8(ScaledIntegers):
@@ -254,7 +251,8 @@ class _Grid:
 
     def scratch(self) -> Floats:
         """Room for any batch."""
-        return np.empty(max(_BATCH_ELEMENTS, TILE_ROWS * self.width), dtype=np.float32)
+        most = max(_BATCH_ELEMENTS, TILE_ROWS * self.width)
+        return np.empty(min(most, prod(self.shape)), dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,8 +319,30 @@ def _planes_of(piece: Piece) -> int:
     return 3 + sum(1 + part.low_bits + itemsize for part in _Grid.of(piece).parts)
 
 
-def _quantise(source: Elements, grid: _Grid, k: Floats) -> _Latent:
-    """Encode (layers, rows, width) elements; k is (width,)."""
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """How steps are chosen; both (width,) float32.
+
+    Attributes:
+        factor: Of the product of the channel's spread and the root of its part's summed variance.
+        least_by_peak: Of the squared peak, below which the squared step would need larger codes.
+    """
+
+    factor: Floats
+    least_by_peak: Floats
+
+    @classmethod
+    def of(cls, grid: _Grid, k: Sequence[float]) -> _Rule:
+        """The rule for the parts' k."""
+        factor, least = np.empty((2, grid.width), dtype=np.float32)
+        for part, part_k in zip(grid.parts, k, strict=False):
+            factor[part.columns] = part_k * part_k / part.width**0.5
+            least[part.columns] = 2**0.5 / (_PEAK_CODE << part.low_bits) ** 2
+        return cls(factor, least)
+
+
+def _quantise(source: Elements, grid: _Grid, rule: _Rule) -> _Latent:
+    """Encode (layers, rows, width) elements."""
     latent = _Latent.empty(grid)
     any_odd = False
     scratch, more_scratch = grid.scratch(), grid.scratch()
@@ -334,7 +354,7 @@ def _quantise(source: Elements, grid: _Grid, k: Floats) -> _Latent:
         if channels.odd[0].size:
             any_odd = True
             _describe_odd(channels, tiles)
-        steps, means = _choose_steps(channels, grid.parts, k)
+        steps, means = _choose_steps(channels, grid, rule)
         latent.steps[layers, number], latent.means[layers, number] = steps, means
         found = _to_codes(tiles, channels.odd, steps, means, grid.parts)
         for part, codes in zip(grid.parts, latent.codes, strict=True):
@@ -400,17 +420,15 @@ def _middle(values: Floats) -> tuple[Floats, Floats]:
 
 
 def _choose_steps(
-    channels: _Channels, parts: Sequence[_Part], k: Floats
+    channels: _Channels, grid: _Grid, rule: _Rule
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int16]]:
     """Names of the steps, and the means in 4 steps, both (tiles, width)."""
+    energy = np.add.reduceat(channels.variance, [p.columns.start for p in grid.parts], axis=1)
     square = np.sqrt(channels.variance)  # Becomes the square of the step.
-    least = channels.peak_square * _LEAST_BY_PEAK
-    for part in parts:
-        variance = np.add.reduce(channels.variance[:, part.columns], axis=1, keepdims=True)
-        square[:, part.columns] *= np.sqrt(variance / np.float32(part.width))
-        least[:, part.columns] /= np.float32(1 << 2 * part.low_bits)
-    square *= k * k
-    np.maximum(square, least, out=square)
+    for number, part in enumerate(grid.parts):
+        square[:, part.columns] *= np.sqrt(energy[:, number, None])
+    square *= rule.factor
+    np.maximum(square, channels.peak_square * rule.least_by_peak, out=square)
     np.maximum(square, np.square(channels.mean) * _LEAST_BY_MEAN, out=square)
     np.minimum(square, _LARGEST_SQUARE, out=square)
     # The nearest whole log2 is in the exponent, once numbers from sqrt(2) on have that of 2.
