@@ -252,7 +252,7 @@ def plot(results: Mapping[str, Figures], path: Path) -> None:
         panel.set(title=name, xlabel="bits an element", ylabel="mean KL from the exact run (nats)")
         panel.set_yscale("log")
         panel.set_ylim(auto=True)
-        panel.margins(0.15)
+        panel.margins(x=0.3, y=0.15)  # Room for the names.
         panel.grid(alpha=0.3)
     figure.savefig(path, metadata={"Date": None})
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import fidelity_smollm2
 from bench.codecs import cosine_error, plot, rounded, v3_block
 from bench.fidelity import Comparison, compare, passed_through, read_exactly, windows
 from bench.fidelity_tiny_mla import TinyMla
@@ -100,6 +101,13 @@ def test_cosine_error_is_of_the_outputs() -> None:
     records = torch.randn(2, 64, 24, generator=torch.Generator().manual_seed(1))
     assert cosine_error(records, records, 16) < 1e-12
     assert 0.001 < cosine_error(records, records + 0.3 * torch.randn(2, 64, 24), 16) < 0.5
+
+
+def test_what_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fidelity_smollm2, "NEEDED", ("json", "no_such_package"))
+    assert "no_such_package not installed" in fidelity_smollm2.missing()
+    monkeypatch.setattr(fidelity_smollm2, "NEEDED", ("json",))
+    assert fidelity_smollm2.missing() == ""
 
 
 def test_figures_have_four_digits() -> None:
