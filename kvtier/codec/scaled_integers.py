@@ -13,11 +13,13 @@ measured, and it makes all codes so alike that one Huffman table (zstd's) serves
 latent and for the rotary key, which is the more sensitive of the two. bench/codecs.py has figures.
 
 What a code can't express comes back bit for bit: NaN, infinity, and elements that lie far outside
-their channel's range, such as those of an attention sink. These *exceptions* are stored as they are
-and don't influence the steps of the other records. A channel where no element is further than
-PEAK spreads from the mean has none, and errs by half a step at most, where
+their channel's range. These *exceptions* are stored as they are and don't influence the steps of
+the other records. A channel where no element is further than 5 spreads from the mean, nor beyond
+2^60, has none, and errs by half a step at most, where, with peak the furthest element's distance,
 
     step <= max(2^-64, sqrt(2) * max(k * sqrt(...), peak / 124, |mean| / 128,000))
+
+and peak / 248 in the rotary part, whose codes have a ninth bit.
 
 Stored form, version 1: planes as in planes.py, integers little-endian. A component that is no
 latent (layout.py) has its planes as in `lossless`. A latent is taken as (layers, rows, width):
