@@ -96,7 +96,8 @@ class SsdShard:
         """After a failure: online, with those segments that are still what they were."""
         for segment in set(self._places) - set(segments):
             self.give_up(segment)
-        self._given_up.clear()  # Nothing is on its way any more; the medium may reuse numbers.
+        # Nothing is on its way any more, and the medium may reuse the numbers of what is gone.
+        self._given_up.intersection_update(segments)
         self.set_online(True)
 
     @property
@@ -147,7 +148,7 @@ class SsdResidency:
         self._last_job = 0
         self._restamp_at_s = RESTAMP_S
         self._jobs: list[Job] = []
-        self._lost: list[tuple[SsdShard, Iterator[Block]]] = []
+        self._lost: list[Iterator[Block]] = []
 
     def take_jobs(self) -> list[Job]:
         """Hand out the jobs made since the last call, in order."""
@@ -197,18 +198,15 @@ class SsdResidency:
 
     def forget_lost(self, shard: SsdShard) -> None:
         """Have reap() forget the blocks of segments that were given up."""
-        self._lost.append((shard, iter(list(shard.policy))))
+        self._lost.append(iter(list(shard.policy)))
 
     def reap(self, limit: int) -> bool:
         """Forget up to `limit` blocks of segments that were given up. True if more are left."""
         while self._lost and limit > 0:
-            shard, blocks = self._lost[-1]
             seen = 0
-            for block in islice(blocks, limit):
+            for block in islice(self._lost[-1], limit):
                 seen += 1
-                here = block.ssd is SsdState.STORED and block.place.shard == shard.number
-                if here and not shard.knows(block.place):
-                    self._forget(shard, block)
+                if block.ssd is SsdState.STORED and not self.is_stored(block):
                     if block.host is not None and block.host.state is HostState.READY:
                         self.mark_dirty(block)  # RAM has its bytes: they are stored again.
                     self._index.prune(block)
@@ -216,6 +214,16 @@ class SsdResidency:
             if limit > 0:
                 self._lost.pop()
         return bool(self._lost)
+
+    def is_stored(self, block: Block) -> bool:
+        """Whether the SSD has a block, be it offline; forgets one whose segment is gone."""
+        if block.ssd is not SsdState.STORED:
+            return False
+        shard = self.shards[block.place.shard]
+        if shard.knows(block.place):
+            return True
+        self._forget(shard, block)
+        return False
 
     def _forget(self, shard: SsdShard, block: Block) -> None:
         """A stored block is gone from the medium."""

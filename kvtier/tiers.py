@@ -90,7 +90,8 @@ class Tiers:
                 assert copy is not None
                 if copy.pins:
                     continue
-                if block.ssd is not SsdState.STORED and not self._may_go_unwritten(block, now_s):
+                stored = self.ssd is not None and self.ssd.is_stored(block)
+                if not stored and not self._may_go_unwritten(block, now_s):
                     continue
                 host.evict(block)
                 yield
@@ -128,17 +129,14 @@ class Tiers:
                 for block in order:
                     copy = block.host
                     assert copy is not None
-                    if block.ssd is SsdState.ABSENT:
-                        if copy.pins:
-                            continue
-                        if self.ssd.admits(block):
-                            if not self.ssd.demote(block, now_s):
-                                continue
-                            pending = True
-                    elif block.ssd is SsdState.WRITING:
+                    if block.ssd is SsdState.WRITING:
                         pending = True
                     elif copy.pins:
                         continue
+                    elif not self.ssd.is_stored(block) and self.ssd.admits(block):
+                        if not self.ssd.demote(block, now_s):
+                            continue
+                        pending = True
                     missing -= copy.extent.size_bytes
                     if missing <= 0:
                         break
@@ -163,7 +161,9 @@ class Tiers:
         for key in hashes:
             block = namespace.blocks.get(key)
             durable.append(block is not None and block.stored)
-            if self.ssd is None or block is None or block.ssd is not SsdState.ABSENT:
+            if self.ssd is None or block is None or self.ssd.is_stored(block):
+                continue
+            if block.ssd is SsdState.WRITING:
                 continue
             if block.host is not None and block.host.state is HostState.READY:
                 self.ssd.demote(block, now_s)

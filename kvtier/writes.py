@@ -245,7 +245,7 @@ class Writes:
             host.unpin(copy)
         if ssd is not None:
             for block in fresh:
-                if block.ssd is SsdState.ABSENT:
+                if not ssd.is_stored(block) and block.ssd is SsdState.ABSENT:
                     ssd.stored(block, now_s)
         self._counters.stored_blocks += len(fresh)
         return len(fresh)

@@ -690,3 +690,27 @@ def test_a_stored_ancestor_stays_while_its_copy_in_ram_is_only_being_written() -
     stored_chain(world, 4, start=100)
     world.abort(reserved.lease.id, BOB)
     world.check()
+
+
+def test_a_copy_in_ram_does_not_leave_unwritten_for_a_segment_that_is_gone() -> None:
+    world = striped(1, blocks=8)
+    hashes = stored_chain(world, 4)
+    world.retire(0, world.media[0].segments[hashes[0]])
+    world.retire(0, world.media[0].segments[hashes[3]])
+    for start in (100, 200, 300):  # Push it out of RAM before anybody reaps.
+        world.put(world.open(SPEC), chain(world.open(SPEC), range(start, start + 8)))
+        world.settle()
+    assert present(world, hashes) == 4
+    world.check()
+
+
+def test_a_segment_that_is_still_there_after_a_failure_stays_given_up() -> None:
+    world = striped(1)
+    hashes = stored_chain(world, 1)
+    segment = world.media[0].segments[hashes[0]]
+    world.store.tiers.retire_segment(0, segment, damaged=True)
+    world.excused.update(hashes)
+    world.store.tiers.shard_down(0)
+    world.store.tiers.shard_up(0, [segment])
+    assert not shards_of(world).shards[0].has(segment)
+    assert present(world, hashes) == 1, "RAM has it"
