@@ -410,11 +410,15 @@ class ShardCommits:
         self._excess_at_s = context.clock() + EXCESS_S
         if health.condemned:
             return
+        tier = context.tier
+        look = lambda: (tier.excess(), tier.usage())  # noqa: E731 - both on the writer's thread
         try:
-            segment = await health.run(self._committer, context.tier.excess)
+            segment, usage = await health.run(self._committer, look)
         except TierError as error:
             health.trouble(error)
             return
+        # Where others had taken all room, nothing is written that could tell of its return.
+        context.store.tiers.ssd_committed(context.number, usage)
         if segment is not None:
             health.condemn(segment, damaged=False, reason="the file system is too full for it")
 

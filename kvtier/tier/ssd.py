@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -270,7 +270,10 @@ class SsdTier(BlockTier):
         try:
             self._note_steady()
             if namespaces:
-                segments.make_first(known.values())
+                # Without an environment nothing is stored that a namespace could be owed for; the
+                # first one, once there is room, remembers all of them.
+                with suppress(TierFull):
+                    segments.make_first(known.values())
             self._pass_on_account()
             self._scanned = None
             for env in segments.open.values():
