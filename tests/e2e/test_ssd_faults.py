@@ -210,15 +210,20 @@ def test_foreign_files_cost_whole_environments(
     last = stored(client, "two", 8)
     assert len(list((small_disk / "ssd").glob("env-*"))) == 2
     assert free_bytes() >= floor
-    foreign = small_disk / "foreign"
-    fill_up(foreign, leave_bytes=floor - (1 << 20))
+    fill_up(small_disk / "foreign 1", leave_bytes=floor - (1 << 20))
     eventually(lambda: free_bytes() >= floor, "an environment goes")
     assert len(list((small_disk / "ssd").glob("env-*"))) == 1
     store_much(client, "three", 7)
     assert free_bytes() >= floor
     assert get_checked(client, SPEC, last) in (0, 8)
+    fill_up(small_disk / "foreign 2")
+    eventually(lambda: free_bytes() >= floor, "the last one goes, too")
+    fill_up(small_disk / "foreign 3")
+    store_much(client, "nowhere", 7)
+    assert used_bytes(client, pb.TIER_SSD) == 0
     nothing_failed(client)
-    foreign.unlink()
+    for foreign in small_disk.glob("foreign *"):
+        foreign.unlink()
 
     def stored_again() -> bool:
         store_much(client, "four", 7)
