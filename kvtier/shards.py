@@ -223,6 +223,7 @@ class SsdResidency:
         if shard.knows(block.place):
             return True
         self._forget(shard, block)
+        self._index.prune(block)
         return False
 
     def _forget(self, shard: SsdShard, block: Block) -> None:
@@ -418,11 +419,12 @@ class SsdResidency:
         shard, block = self.shards[job.shard], job.copy.block
         shard.queued_bytes -= aligned(job.size_bytes)
         self.budget.spend(stored_bytes - job.size_bytes)
-        if segment is not None and not shard.has(segment):
-            segment = None  # Given up meanwhile.
         shard.healthy = segment is not None
         if segment is None:
             shard.retry_at_s = now_s + RETRY_S
+        elif not shard.has(segment):
+            segment = None  # Given up meanwhile: no fault of the shard.
+        if segment is None:
             self._counters.ssd_write_failed_blocks += 1
         else:
             self._counters.ssd_written_blocks += 1
