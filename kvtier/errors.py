@@ -90,6 +90,10 @@ class TierFull(TierError):
     """The medium has no room for this now."""
 
 
+class NotDurable(TierError):
+    """It took effect, and a restart may undo it: a medium has not stored it yet."""
+
+
 class SegmentDamaged(TierError):
     """The tables of one segment are broken (tier/base.py); the others work."""
 

@@ -30,7 +30,13 @@ from kvtier.daemon.translate import (
     speed_of,
     typed_errors,
 )
-from kvtier.errors import InvalidRequest, TierUnavailable, UnknownNamespace, WireVersionError
+from kvtier.errors import (
+    InvalidRequest,
+    NotDurable,
+    TierUnavailable,
+    UnknownNamespace,
+    WireVersionError,
+)
 from kvtier.index import Namespace
 from kvtier.leases import ReadLease
 from kvtier.mover.mover import Mover
@@ -197,7 +203,9 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         generation = namespace.generation
         self._pump()
         if self._mover is not None and not await self._mover.settle(DROP_DURABLE_S):
-            raise TierUnavailable("dropped here, but the SSD has not stored that yet")
+            raise NotDurable(
+                "dropped, but a restart may undo it: an SSD does not store it; repeat it"
+            )
         return pb.DropResponse(dropped_blocks=dropped, generation=generation)
 
     # Reading

@@ -56,6 +56,7 @@ _STATUS: list[tuple[type[errors.KvtierError], grpc.StatusCode]] = [
     (errors.WireVersionError, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.CapacityError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (errors.TierUnavailable, grpc.StatusCode.UNAVAILABLE),
+    (errors.NotDurable, grpc.StatusCode.ABORTED),
 ]
 
 Context = grpc.aio.ServicerContext[Any, Any]

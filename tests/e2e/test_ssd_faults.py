@@ -326,6 +326,32 @@ def test_a_directory_that_can_not_be_written(
     assert get_checked(client, SPEC, hashes) == 64 >= got
 
 
+def test_a_drop_that_can_not_be_stored(
+    start_daemon: StartDaemon, connect: Connect, faults: Faults, two: list[Path]
+) -> None:
+    """It is in effect, the client is told that a restart may undo it, and its session lives on."""
+    daemon = start_daemon(**SMALL, program=faults.program, ssd_directories=joined(two))
+    hashes = stored(connect(daemon), "both", 64)
+    client = again(daemon, connect)
+    with faults.broken(Fault("preadv", "error", under=str(two[0]))):
+        eventually(
+            lambda: get_checked(client, SPEC, hashes) < 64 and online(client) == [False, True],
+            "it is out",
+        )
+        kept = chain("kept", 8)
+        put(client, SPEC, kept)
+        with client.acquire(SPEC, kept) as lease:
+            assert client.drop(SPEC, hashes) == 0
+            assert client.misses[MissReason.RPC_ERROR] == 1
+            assert lease.read_into([content(key) for key in kept]) == 8
+        assert client.lookup(SPEC, hashes).num_blocks == 0
+    os.kill(daemon.pid, signal.SIGHUP)
+    eventually(lambda: all(online(client)), "it is back")
+    client.drop(SPEC, hashes)
+    assert client.misses[MissReason.RPC_ERROR] == 1
+    assert again(daemon, connect).lookup(SPEC, hashes).num_blocks == 0
+
+
 # Not there
 
 
