@@ -63,7 +63,9 @@ async def open_shards(settings: Settings, stack: AsyncExitStack) -> list[OpenedS
             raise error
     failures = [shard.failure for shard in shards if shard.failure is not None]
     if failures and len(failures) == len(shards):
-        raise failures[0]
+        raise TierUnavailable(
+            f"no SSD directory works: {failures[0]}; repair it, or change ssd_directories"
+        )
     return shards
 
 

@@ -70,7 +70,8 @@ class StoreDirectory:
             except BlockingIOError as error:
                 os.close(self._lock_fd)
                 raise AddressInUse(
-                    f"SSD directory {path} is in use by another kvtier daemon"
+                    f"SSD directory {path} is in use by another kvtier daemon: stop it first, or "
+                    "name another directory"
                 ) from error
             except OSError:
                 os.close(self._lock_fd)

@@ -384,7 +384,8 @@ def test_the_only_one_is_read_only(start_daemon: StartDaemon, read_only: Path) -
     with pytest.raises(KvtierError) as caught:
         start_daemon(**SMALL, ssd_directories=read_only)
     *_, last = str(caught.value).splitlines()
-    assert last.startswith(f"kvtier: {read_only}: Read-only file system"), last
+    assert f"no SSD directory works: {read_only}: Read-only file system" in last
+    assert "change ssd_directories" in last
     assert "Traceback" not in str(caught.value)
 
 
