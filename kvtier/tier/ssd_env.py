@@ -122,7 +122,6 @@ class Environment:
             self._read_header()
             self._read_slabs()
             self._prefetch_tables()
-            self._lmdb.reader_check()  # Slots of a killed daemon would keep pages from reuse.
             self._closing = stack.pop_all()
         self.room = Room(self.map_bytes)
 
@@ -312,6 +311,7 @@ class Environment:
             given_up = self.unreadable
             with self.errors():
                 self._check_length()
+                self._lmdb.reader_check()  # Slots of killed readers would keep pages from reuse.
                 with self._lmdb.begin(write=True) as txn:
                     step = Step.after(self.account, txn, self.tables)
                     step.take_out(given_up)
