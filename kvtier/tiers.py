@@ -130,6 +130,8 @@ class Tiers:
                     copy = block.host
                     assert copy is not None
                     if block.ssd is SsdState.WRITING:
+                        if not self.ssd.shards[block.place.shard].online:
+                            continue  # Nobody knows when it answers.
                         pending = True
                     elif copy.pins:
                         continue

@@ -455,7 +455,7 @@ def test_writes_that_hang(start_daemon: StartDaemon, connect: Connect, faults: F
         put(client, SPEC, chain("hangs", 16))
         client.flush(SPEC, chain("hangs", 16), timeout_s=0.0)
         eventually(lambda: online(client) == [False], "it is out")
-        store_much(client, "meanwhile", 5)
+        store_much(client, "meanwhile", 5, wait_s=PATIENCE_S)  # Nobody waits for it.
         assert client.stats().pinned_bytes <= 16 * BLOCK_BYTES, "what is being written"
         assert counter(client, "demotions_shed_blocks") > 0
         nothing_failed(client)

@@ -199,6 +199,23 @@ def test_a_failing_ssd_does_not_freeze_ram() -> None:
     world.check()
 
 
+def test_nobody_waits_for_a_disk_that_hangs() -> None:
+    """Other blocks make room, at once."""
+    world = world_of(8, ssd_blocks=64)
+    namespace = world.open(SPEC)
+    world.serve(namespace, chain(namespace, range(8)))
+    tiers = world.store.tiers
+    assert tiers.start_demotions(2 * PAGE, world.now_s)
+    world.take_jobs()
+    assert tiers.start_demotions(2 * PAGE, world.now_s), "they are on their way"
+    tiers.shard_down(0)
+    assert not tiers.start_demotions(2 * PAGE, world.now_s)
+    tiers.shard_resumed(0)
+    assert tiers.start_demotions(2 * PAGE, world.now_s)
+    world.settle()
+    world.check()
+
+
 def test_a_failed_write_is_tried_again_later() -> None:
     world = world_of(8, ssd_blocks=64)
     namespace = world.open(SPEC)
