@@ -3,7 +3,8 @@
     python -m tests.e2e.faulty_daemon FAULTS serve ...
 
 FAULTS is a directory that a test shares with it (Faults): while a file of a fault lies there, calls
-that it is about do not work. Everything else is kvtier's own command line.
+that it is about do not work. Pauses before another try are short, for there are many. Everything
+else is kvtier's own command line.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+import kvtier.daemon.service
+import kvtier.mover.commits
+import kvtier.mover.health
+import kvtier.shards
 from kvtier.cli.main import app
-from kvtier.tier.ssd_file import BlockIo
+from kvtier.tier.ssd_file import BlockIo, DataFile
 from kvtier.tier.ssd_format import PAGE_BYTES
 
 _POLL_S = 0.005
+_PAUSE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +115,9 @@ class Faults:
 
 
 def inject(faults: Faults) -> None:
-    """From now on payloads meet these faults."""
+    """From now on payloads meet these faults, and what an opening reads around LMDB."""
     real_preadv, real_pwritev = BlockIo.preadv, BlockIo.pwritev
+    real_read_at = DataFile.read_at
 
     def preadv(self: BlockIo, descriptor: int, views: Sequence[memoryview], offset: int, /) -> int:
         short = faults.meet("preadv", descriptor, offset, sum(map(len, views)))
@@ -120,8 +127,21 @@ def inject(faults: Faults) -> None:
         short = faults.meet("pwritev", descriptor, offset, sum(map(len, views)))
         return real_pwritev(self, descriptor, _first_page(views) if short else views, offset)
 
+    def read_at(self: DataFile, offset: int, size_bytes: int) -> bytes:
+        faults.meet("preadv", self._buffered, offset, size_bytes)
+        return real_read_at(self, offset, size_bytes)
+
     BlockIo.preadv = preadv  # type: ignore[method-assign]
     BlockIo.pwritev = pwritev  # type: ignore[method-assign]
+    DataFile.read_at = read_at  # type: ignore[method-assign]
+
+
+def hurry() -> None:
+    """Try again soon what failed."""
+    kvtier.shards.RETRY_S = _PAUSE_S
+    kvtier.mover.commits.RETRY_S = _PAUSE_S
+    kvtier.mover.health.REOPEN_FIRST_S = _PAUSE_S
+    kvtier.daemon.service.DROP_DURABLE_S = 10 * _PAUSE_S
 
 
 def _first_page(views: Sequence[memoryview]) -> list[memoryview]:
@@ -130,4 +150,5 @@ def _first_page(views: Sequence[memoryview]) -> list[memoryview]:
 
 if __name__ == "__main__":
     inject(Faults(Path(sys.argv.pop(1))))
+    hurry()
     app()
