@@ -163,7 +163,7 @@ class Settings(BaseSettings):
         "only once it is used again.",
     )
     ssd_read_threads: Count = Field(
-        default=8, description="Reads from each SSD directory at the same time."
+        default=4, description="Reads from each SSD directory at the same time."
     )
     ssd_write_threads: Count = Field(
         default=8, description="Writes to each SSD directory at the same time."

@@ -42,7 +42,7 @@ class TestPrecedence:
         assert settings.max_sessions == 31
         assert settings.max_namespaces == 22
         assert settings.host_capacity_bytes == 3 << 29
-        assert settings.ssd_read_threads == 8
+        assert settings.ssd_read_threads == 4
         assert origins == {
             "max_sessions": "flag",
             "max_namespaces": "environment",
