@@ -104,6 +104,10 @@ class ExtentAllocator:
             size += after
         self._add_hole(start, size)
 
+    def begins_hole(self, offset_bytes: int) -> bool:
+        """Whether free room begins there."""
+        return offset_bytes in self._size_at
+
     def claim(self, extent: Extent) -> None:
         """Own a given free extent: how a new daemon fences what an old one's writer may touch."""
         for start, size in self._size_at.items():

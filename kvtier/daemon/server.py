@@ -57,7 +57,7 @@ CALLS_PER_SESSION = 16
 """Calls at once, as a multiple of the sessions allowed; more are RESOURCE_EXHAUSTED."""
 TICK_S = 0.2
 REAP_PAUSE_S = 0.004
-"""Between two batches of what was dropped, each of which takes about a millisecond."""
+"""Between two batches of what was dropped, each of which takes about half a millisecond."""
 QUARANTINE_POLL_S = 1.0
 DRAIN_S = 10.0
 GIL_SWITCH_S = 0.0005

@@ -30,8 +30,8 @@ from kvtier.types import BlockHash, Loss
 
 log = structlog.get_logger(__name__)
 
-MAX_DELETES = 256
-DELETES_PAUSE_S = 0.005
+MAX_DELETES = 128
+DELETES_PAUSE_S = 0.01
 """Most deletes in one commit, and the pause after so many: a dropped namespace of 100,000 blocks
 must not hold up loads, which want the same cores."""
 GROUP_S = 0.005

@@ -12,7 +12,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import lmdb
@@ -321,8 +321,11 @@ class Environment:
             self.namespaces.update((row.digest, row) for row in part.namespaces)
             for written in part.writes:
                 self.room.commit(written.pieces)
-            for pieces in step.freed:
-                self.room.free(pieces)
+            try:
+                for pieces in step.freed:
+                    self.room.free(pieces)
+            except ValueError as error:  # Say, a flipped bit led to rows of another time.
+                raise self._damaged(f"its rows are not what was stored: {error}") from error
             self._take_space_ahead()
 
     def missing(self, namespaces: Iterable[NamespaceRow]) -> list[NamespaceRow]:
@@ -336,7 +339,8 @@ class Environment:
                 self.room.give_back(written.pieces)
                 continue
             self._given_up = self._given_up | {written.block.meta.hash}
-            self.room.free(written.pieces)
+            with suppress(ValueError):  # What is damaged may have freed them.
+                self.room.free(written.pieces)
             self.account.used_bytes -= size_bytes(written.pieces)
             self.account.live_bytes -= written.stored_bytes
             self.account.blocks -= 1

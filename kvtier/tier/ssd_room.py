@@ -90,8 +90,15 @@ class Room:
                 self._free(pieces)
 
     def free(self, pieces: tuple[Piece, ...]) -> None:
-        """A block's pages are free again."""
+        """A block's pages are free again.
+
+        Raises:
+            ValueError: they are no block's; nothing has changed.
+        """
         with self._lock:
+            for start, _ in pieces:
+                if self._extents.begins_hole(start) or start in self._written:
+                    raise ValueError(f"the pages at {start} are no block's")
             self._free(pieces)
 
     def _free(self, pieces: tuple[Piece, ...]) -> None:
