@@ -90,6 +90,21 @@ def test_pages_go_from_free_to_written_to_a_blocks_and_back() -> None:
     room.check_integrity(0)
 
 
+def test_pages_that_are_no_blocks_can_not_be_freed() -> None:
+    """A row that says otherwise is damaged: nobody's pages change."""
+    room = Room(1 << 20)
+    room.add_slab(Piece(0, 16 * PAGE))
+    block, written = room.take(2 * PAGE), room.take(PAGE)
+    room.commit(block)
+    with pytest.raises(ValueError, match="no block's"):
+        room.free(written)
+    room.free(block)
+    with pytest.raises(ValueError, match="no block's"):
+        room.free(block)
+    room.give_back(written)
+    room.check_integrity(0)
+
+
 def test_equal_pieces_of_another_time_are_others() -> None:
     """A block that was written before a reopen must not take the room of one written since."""
     before, after = Room(50 * PAGE), Room(50 * PAGE)
