@@ -7,8 +7,9 @@ ancestors first, and share the numbers that they have in common.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, repeat
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -89,8 +90,6 @@ class Restore:
             at = order[level]
             part = rows[at]
             keys, stamps = part["hash"].tolist(), part["stamp"].tolist()
-            sizes, births = part["stored_bytes"].tolist(), part["born_s"].tolist()
-            losses = [_LOSSES[loss] for loss in part["loss"].tolist()]
             blocks = list(
                 map(
                     Block,
@@ -99,25 +98,25 @@ class Restore:
                     map(made.__getitem__, position[parents[at]].tolist()),
                     repeat(depth),
                     stamps,
-                    losses,
-                    map(shared.setdefault, births, births),
+                    map(_LOSSES.__getitem__, _values(part["loss"])),
+                    _shared(part["born_s"], shared),
                     repeat(None),
                     repeat(SsdState.STORED),
                     map(places.__getitem__, place_of[at].tolist()),
-                    map(shared.setdefault, sizes, sizes),
-                    losses,
+                    _shared(part["stored_bytes"], shared),
+                    map(_LOSSES.__getitem__, _values(part["loss"])),
                     repeat(0),
                     children[level].tolist(),
                 )
             )
             made += blocks
-            numbers = np.unique(home_of[at]).tolist()
-            if len(numbers) == 1:
+            numbers = home_of[at]
+            if (numbers == numbers[0]).all():
                 homes[numbers[0]].blocks.update(zip(keys, blocks, strict=True))
             else:
                 for block in blocks:
                     block.namespace.blocks[block.hash] = block
-        return [block for block in made if block is not None]
+        return cast("list[Block]", made[1:])
 
     def _homes(self, rows: StoredBlocks) -> tuple[list[Namespace], Ints]:
         """The namespaces, and of each row the number of its one; -1 for none, or a dropped one."""
@@ -147,6 +146,18 @@ class Restore:
             self._tiers.restored(int(stamps.max()))
 
 
+def _values(column: npt.NDArray[np.integer[Any]]) -> Iterable[int]:
+    """A column's numbers, at least one; where all are equal, one number for ever."""
+    first = column[0]
+    return repeat(int(first)) if (column == first).all() else column.tolist()
+
+
+def _shared(column: npt.NDArray[np.integer[Any]], shared: dict[int, int]) -> Iterable[int]:
+    """A column's numbers, one object for equal ones: 32 bytes less a block."""
+    values = _values(column)
+    return values if isinstance(values, repeat) else map(shared.setdefault, values, values)
+
+
 def _parents(rows: StoredBlocks, home_of: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
     """Of each row its parent's number (-1: a first block), and whether it can be hit."""
     depths = rows["depth"]
@@ -167,6 +178,8 @@ def _parents(rows: StoredBlocks, home_of: Ints) -> tuple[Ints, npt.NDArray[np.bo
     first = depths == 0
     parents[first] = -1
     usable &= first | has_parent
+    if usable.all():
+        return parents, usable
     order = np.argsort(depths)
     for _, level in _levels(depths[order]):
         at = order[level]
