@@ -7,6 +7,7 @@ ancestors first, and share the numbers that they have in common.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, repeat
 from typing import Any, cast
@@ -139,9 +140,8 @@ class Restore:
         for shard in self._ssd.shards:
             mine = np.flatnonzero(shards == shard.number)
             mine = mine[np.argsort(stamps[mine])]
-            shard.policy.insert_sorted(
-                list(map(blocks.__getitem__, mine.tolist())), stamps[mine].tolist()
-            )
+            coldest_first = array("q", stamps[mine].tobytes())
+            shard.policy.insert_sorted(list(map(blocks.__getitem__, mine.tolist())), coldest_first)
         if blocks:
             self._tiers.restored(int(stamps.max()))
 

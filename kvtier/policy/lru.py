@@ -53,8 +53,10 @@ class Lru(EvictionPolicy[Key]):
         if self._sorted:
             super().insert_sorted(keys, stamps)
             return
-        self._sorted = list(reversed(keys))
-        self._sorted_stamps = array("q", reversed(stamps))
+        self._sorted = list(keys)
+        self._sorted.reverse()
+        self._sorted_stamps = array("q", stamps)
+        self._sorted_stamps.reverse()
         self._untouched = len(keys)
 
     def touch(self, keys: Sequence[Key], stamps: Sequence[int]) -> None:
