@@ -166,7 +166,11 @@ class Environment:
     def _read_slabs(self) -> None:
         self.tables = Tables(*(self._lmdb.open_db(name, create=False) for name in fmt.TABLES))
         with self._lmdb.begin() as txn:
-            runs = [fmt.RUN.unpack(value) for _, value in txn.cursor(self.tables.slabs)]
+            values = [bytes(value) for _, value in txn.cursor(self.tables.slabs)]
+        try:
+            runs = [fmt.RUN.unpack(value) for value in values]
+        except struct.error as error:
+            raise self._damaged(f"its list of slabs is broken: {error}") from error
         self._slabs = [Piece(page * fmt.PAGE_BYTES, n * fmt.PAGE_BYTES) for page, n in runs]
         if self._slabs:
             self.check_slabs((0, len(self._slabs) - 1))

@@ -475,6 +475,20 @@ class TestFormat:
             open_tier(opened.home)
         assert opened.names() == ["env-000"]
 
+    def test_a_list_of_slabs_that_is_no_list_is_damage(self, opened: Opened) -> None:
+        """User report 24: set aside, and the store starts empty."""
+        opened.shelf.put(SMALL, range(2))
+        opened.tier.close()
+        data = opened.data()
+        with lmdb.open(str(data.parent), map_size=data.stat().st_size, max_dbs=8) as env:
+            table = env.open_db(b"slabs")
+            with env.begin(write=True) as txn:
+                txn.put(b"odd", b"short", db=table)
+        tier = open_tier(opened.home)
+        assert len(tier.scan()) == 0
+        assert any(name.startswith("quarantine") for name in opened.names())
+        tier.close()
+
     def test_a_foreign_environment_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "env-000").mkdir()
         with (
