@@ -7,6 +7,7 @@ medium are injected (faulty_daemon.py).
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -523,6 +524,11 @@ def overwrite(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def garbage(size_bytes: int) -> bytes:
+    """The same in every run: what it hits is not to be luck."""
+    return random.Random(24).randbytes(size_bytes)
+
+
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "bits flipped": flip,
     "zeros in its second half": lambda path: overwrite_half(path, 1),
@@ -531,12 +537,12 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "cut in half": lambda path: os.truncate(path, path.stat().st_size // 2),
     "cut by a byte": lambda path: os.truncate(path, path.stat().st_size - 1),
     "cut to nothing": lambda path: os.truncate(path, 0),
-    "garbage in place": lambda path: overwrite(path, os.urandom(path.stat().st_size)),
-    "replaced by garbage": lambda path: replaced(path, os.urandom(1 << 20)),
+    "garbage in place": lambda path: overwrite(path, garbage(path.stat().st_size)),
+    "replaced by garbage": lambda path: replaced(path, garbage(1 << 20)),
     "replaced by nothing": lambda path: replaced(path, b""),
     "gone": lambda path: path.unlink(),
     "its lock gone": lambda path: path.with_name("lock.mdb").unlink(),
-    "its lock garbage": lambda path: overwrite(path.with_name("lock.mdb"), os.urandom(8192)),
+    "its lock garbage": lambda path: overwrite(path.with_name("lock.mdb"), garbage(8192)),
 }
 
 
