@@ -65,15 +65,20 @@ def _directories(value: object) -> object:
     return tuple(_directory(part) for part in value)
 
 
-def _each_once(directories: tuple[Path, ...]) -> tuple[Path, ...]:
-    seen: set[Path] = set()
+def _each_apart(directories: tuple[Path, ...]) -> tuple[Path, ...]:
+    seen: dict[Path, Path] = {}
     for path in directories:
         if "," in str(path):
             raise ValueError(f"{path}: a directory's name can't have a comma")
         # Resolved: two names of one directory would be one disk that two shards think is theirs.
-        if path.resolve() in seen:
+        resolved = path.resolve()
+        if resolved in seen:
             raise ValueError(f"{path} is there twice")
-        seen.add(path.resolve())
+        for other, name in seen.items():
+            # What is inside would count in the outer one's capacity, too.
+            if resolved.is_relative_to(other) or other.is_relative_to(resolved):
+                raise ValueError(f"{path} and {name}: one is inside the other; name them apart")
+        seen[resolved] = path
     return directories
 
 
@@ -93,7 +98,7 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 Directory = Annotated[Path, BeforeValidator(_directory)]
 Directories = Annotated[
-    tuple[Path, ...], NoDecode, BeforeValidator(_directories), AfterValidator(_each_once)
+    tuple[Path, ...], NoDecode, BeforeValidator(_directories), AfterValidator(_each_apart)
 ]
 
 

@@ -110,6 +110,8 @@ class TestValues:
             ("ssd_read_threads", "0", "greater than or equal to 1"),
             ("ssd_directories", "/a,,/b", "--ssd-directories=/a,,/b: a name is empty"),
             ("ssd_directories", "/a,/b,/x/../a", "/x/../a is there twice"),
+            ("ssd_directories", "/a,/ab,/a/b", "/a/b and /a: one is inside the other"),
+            ("ssd_directories", "/a/b/c,/d,/a", "/a and /a/b/c: one is inside the other"),
             ("ssd_scrub_bytes_per_s", "fast", "'fast' is not a size"),
             ("ssd_load_timeout_s", "0", "greater than 0"),
             ("max_age_s", "-1", "greater than or equal to 0"),
