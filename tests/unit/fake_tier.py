@@ -7,8 +7,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +46,7 @@ GROUP = GroupId(b"g" * 16)
 SPEC = spec_of(4096)
 CAPACITY_BYTES = 64 << 20
 PATIENCE_S = 20.0
+HANG_S = 0.5
 """Deadline of everything that is waited for; reached only by what is broken."""
 
 
@@ -228,6 +229,7 @@ class World:
 
     def __init__(self, arena: HostArena, tiers: Sequence[FakeTier], config: MoverConfig) -> None:
         self.arena, self.tiers = arena, tiers
+        self._config = config
         self.store = TieredStore(
             StoreConfig(host_bytes=arena.capacity_bytes),
             control=arena.control,
@@ -247,6 +249,18 @@ class World:
         """Start the mover's tasks."""
         for name, work in self.mover.tasks():
             self.supervisor.start(name, work)
+
+    @contextmanager
+    def impatient(self) -> Iterator[None]:
+        """What begins meanwhile hangs after HANG_S, all else after PATIENCE_S.
+
+        So a stall of this machine is a hang only where the test wants one.
+        """
+        object.__setattr__(self._config, "timeout_s", HANG_S)  # Frozen for everybody else.
+        try:
+            yield
+        finally:
+            object.__setattr__(self._config, "timeout_s", PATIENCE_S)
 
     def _tell(self, healthy: bool) -> None:
         self.told.append(healthy)
@@ -325,14 +339,13 @@ class World:
 async def world(
     *,
     shards: int = 1,
-    timeout_s: float = PATIENCE_S,
     start: bool = True,
     batch_bytes: int = 1 << 20,
     scrub_bytes_per_s: int = 0,
 ) -> AsyncIterator[World]:
     """A World; everything is closed afterwards, in the daemon's order, and must add up."""
     config = MoverConfig(
-        batch_bytes=batch_bytes, timeout_s=timeout_s, scrub_bytes_per_s=scrub_bytes_per_s
+        batch_bytes=batch_bytes, timeout_s=PATIENCE_S, scrub_bytes_per_s=scrub_bytes_per_s
     )
     async with asyncio.timeout(3 * PATIENCE_S), AsyncExitStack() as stack:
         shm = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-", dir="/dev/shm"))

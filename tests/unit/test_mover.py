@@ -528,13 +528,14 @@ async def test_excess_is_given_up() -> None:
 
 async def test_a_read_that_hangs_is_a_miss_in_time() -> None:
     """User report 12: nobody waits for it, nobody gets its extent, other disks go on."""
-    async with world(shards=2, timeout_s=0.1) as made:
+    async with world(shards=2) as made:
         hashes = chain("hanging", 64)
         await made.put_on_ssd(hashes)
         gate = made.tiers[0].hook = Gate("read")
-        lease = made.acquire(hashes)
-        assert lease is not None
-        await made.until(lambda: not made.online(0), "out")
+        with made.impatient():
+            lease = made.acquire(hashes)
+            assert lease is not None
+            await made.until(lambda: not made.online(0), "out")
         assert lease.usable < 64, "the rest is a miss"
         assert made.online(1)
         assert gate.waiting, "the reads have not returned"
@@ -561,12 +562,13 @@ async def test_a_write_that_hangs_takes_the_disk_out(
 ) -> None:
     """User report 25: RAM is not pinned by a slow disk, and it recovers alone."""
     monkeypatch.setattr(writes, "UNIT_BYTES", BLOCK_BYTES)
-    async with world(timeout_s=0.1, batch_bytes=8 * BLOCK_BYTES) as made:
+    async with world(batch_bytes=8 * BLOCK_BYTES) as made:
         await made.put_on_ssd(old := chain("old", 4))
         gate = made.tiers[0].hook = Gate(where)
         made.put(new := chain("new", 128))
-        made.write_all()
-        await made.until(lambda: not made.online(), "out")
+        with made.impatient():
+            made.write_all()
+            await made.until(lambda: not made.online(), "out")
         assert made.queued_bytes <= 3 * 8 * BLOCK_BYTES, "what had not begun is answered"
         assert made.store.reads.lookup(made.namespace, old).ssd_blocks == 0
         gate.open()
@@ -579,7 +581,7 @@ async def test_a_write_that_hangs_takes_the_disk_out(
 
 
 async def test_a_failure_during_a_hang_needs_a_new_start() -> None:
-    async with world(timeout_s=0.1) as made:
+    async with world() as made:
         await made.put_on_ssd(hashes := chain("both", 8))
         gate = Gate("read")
         fault = Failing("read", TierUnavailable("EIO"))
@@ -589,8 +591,9 @@ async def test_a_failure_during_a_hang_needs_a_new_start() -> None:
             fault(name, key)
 
         made.tiers[0].hook = hook
-        made.acquire(hashes)
-        await made.until(lambda: not made.online(), "out")
+        with made.impatient():
+            made.acquire(hashes)
+            await made.until(lambda: not made.online(), "out")
         with capture_logs() as lines:
             gate.open()
             await made.until(
