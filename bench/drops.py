@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.common import percentile, progress, report, scratch_directory, ssd_settings
 from bench.restart import BATCH_BLOCKS, BLOCK_BYTES, capacity_bytes, spec_of, store
 from kvtier.client import Client
-from kvtier.codec import codec_by_name
+from kvtier.codec import choose_codec
 from kvtier.errors import KvtierError
 from kvtier.hashing import namespace_digest
 from kvtier.process import DaemonProcess
@@ -50,7 +50,7 @@ def build(directory: Path, blocks: int) -> list[BlockHash]:
     tier = SsdTier(
         directory,
         capacity_bytes=capacity_bytes(blocks),
-        codec=codec_by_name("raw"),
+        codec_of=choose_codec("raw"),
         durability="relaxed",
         max_batch_bytes=BATCH_BLOCKS * BLOCK_BYTES,
     )

@@ -44,7 +44,7 @@ from bench.common import (
     ssd_settings,
 )
 from kvtier.client import Client
-from kvtier.codec import codec_by_name
+from kvtier.codec import choose_codec
 from kvtier.codec.base import Bytes
 from kvtier.hashing import namespace_digest
 from kvtier.index import STAMP_STRIDE
@@ -117,7 +117,7 @@ def build(directory: Path, blocks: int, console: Console) -> list[BlockHash]:
     tier = SsdTier(
         directory,
         capacity_bytes=capacity_bytes(blocks),
-        codec=codec_by_name("raw"),
+        codec_of=choose_codec("raw"),
         durability="relaxed",
         max_batch_bytes=BATCH_BLOCKS * BLOCK_BYTES,
     )

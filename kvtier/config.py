@@ -14,7 +14,7 @@ import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import (
     AfterValidator,
@@ -54,15 +54,31 @@ def _directory(value: object) -> object:
     return Path(value).expanduser().absolute() if isinstance(value, str | Path) else value
 
 
-def _directories(value: object) -> object:
-    """A list, or its text form: comma-separated. A directory's name can't have a comma."""
+def _listed(value: object) -> object:
+    """A list, or its text form: comma-separated."""
     if isinstance(value, str):
-        value = [part.strip() for part in value.split(",")] if value.strip() else []
+        return [part.strip() for part in value.split(",")] if value.strip() else []
+    return value
+
+
+def _directories(value: object) -> object:
+    """A list, or its text form. A directory's name can't have a comma."""
+    value = _listed(value)
     if not isinstance(value, list | tuple):
         return value
     if "" in value:
         raise ValueError("a name is empty: write DIR or DIR,DIR")
     return tuple(_directory(part) for part in value)
+
+
+def _codec_rules(rules: tuple[str, ...]) -> tuple[str, ...]:
+    for rule in rules:
+        pattern, _, name = rule.rpartition("=")
+        if not pattern or "," in rule:
+            raise ValueError(f"{rule!r} is not MODEL=CODEC or TENANT:MODEL=CODEC")
+        if name not in get_args(CodecName):
+            raise ValueError(f"{rule!r}: the codec must be one of {', '.join(get_args(CodecName))}")
+    return rules
 
 
 def _each_apart(directories: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -99,6 +115,12 @@ Count = Annotated[int, Field(ge=1)]
 Directory = Annotated[Path, BeforeValidator(_directory)]
 Directories = Annotated[
     tuple[Path, ...], NoDecode, BeforeValidator(_directories), AfterValidator(_each_apart)
+]
+
+CodecName = Literal["raw", "lossless", "fp8_ds_mla", "q8", "q6", "q4"]
+"""The names that kvtier.codec knows."""
+CodecRules = Annotated[
+    tuple[str, ...], NoDecode, BeforeValidator(_listed), AfterValidator(_codec_rules)
 ]
 
 
@@ -152,9 +174,16 @@ class Settings(BaseSettings):
         default=1 << 30,
         description="Least that the file system of an SSD directory keeps free, whoever fills it.",
     )
-    ssd_codec: Literal["raw", "lossless"] = Field(
+    ssd_codec: CodecName = Field(
         default="lossless",
-        description="Stored form of new blocks on the SSD: raw or lossless.",
+        description="Stored form of new blocks on the SSD: raw, lossless, or lossy: fp8_ds_mla, "
+        "q8, q6, q4. A lossy one is used for blocks whose clients allow it, lossless for others.",
+    )
+    ssd_codec_rules: CodecRules = Field(
+        default=(),
+        description="Stored form by namespace: MODEL=CODEC or TENANT:MODEL=CODEC, with * and ? in "
+        "names; the first that matches counts, ssd_codec without any. A list, or text with commas "
+        "between them.",
     )
     ssd_durability: Literal["relaxed", "full"] = Field(
         default="relaxed",

@@ -178,6 +178,21 @@ class Tiers:
         self.drop_copies(block)
         self._index.prune(block)
 
+    def allow_loss(self, block: Block, allowed_loss: Loss) -> None:
+        """A client stores a block that RAM has: the SSD may have lost no more of it than this."""
+        before, block.allowed_loss = block.allowed_loss, min(block.allowed_loss, allowed_loss)
+        copy, ssd = block.host, self.ssd
+        if ssd is None or copy is None or copy.state is not HostState.READY:
+            return
+        lost = {
+            SsdState.STORED: block.ssd_loss,
+            SsdState.WRITING: before,
+            SsdState.ABSENT: Loss.EXACT,
+        }
+        if lost[block.ssd] > allowed_loss:
+            ssd.drop(block)
+            ssd.mark_dirty(block)
+
     def drop_copies(self, block: Block) -> None:
         """A block leaves every tier and keeps its place in the chain, for a new copy."""
         self.host.detach(block)

@@ -93,6 +93,7 @@ class Writes:
         now_s: float,
         ttl_s: float = 0.0,
         allowed_loss: Loss = Loss.EXACT,
+        loss: Loss = Loss.EXACT,
         writer: bytes = b"",
     ) -> Reserved:
         """Extents for the absent ones of consecutive blocks behind `parent` (None: the root).
@@ -101,9 +102,14 @@ class Writes:
         Takes room from the coldest blocks. Unwritten ones go to the SSD's queue if it has room;
         otherwise their demotion is shed.
 
+        `loss` is what the bytes to come have lost already, computed behind lossy blocks; who
+        delivers such allows as much. A store that allows less than what the SSD keeps of a block
+        has that replaced, be it by the exact copy that RAM has.
+
         Raises:
             InvalidRequest: a present hash has another parent, so the hashes are no chain.
         """
+        allowed_loss = max(allowed_loss, loss)
         if self.draining:
             return Reserved(None, [], Refusal.DRAINING, 0)
         if namespace.size_bytes > self._tiers.host.extents.capacity_bytes:
@@ -125,7 +131,7 @@ class Writes:
                 if block is not None and block.parent is not behind:
                     self._abandon(copies, records)
                     raise InvalidRequest(f"hashes: block {at} is known behind another parent")
-                if block is not None and self._is_present(block, allowed_loss):
+                if block is not None and self._is_present(block, allowed_loss, loss):
                     if at == present:
                         present += 1
                     behind = block
@@ -133,7 +139,7 @@ class Writes:
                 if block is None:
                     stamp = self._tiers.stamp_behind(behind)
                     block = self._index.add(namespace, key, behind, stamp)
-                copy = self._new_copy(block, records, copies, evictions)
+                copy = self._new_copy(block, loss, records, copies, evictions)
                 if isinstance(copy, Refusal):
                     refusal = copy
                     self._index.prune(block)
@@ -154,13 +160,16 @@ class Writes:
         self._leases.add(lease)
         return Reserved(lease, indices, refusal, present, covered)
 
-    def _is_present(self, block: Block, allowed_loss: Loss) -> bool:
+    def _is_present(self, block: Block, allowed_loss: Loss, loss: Loss) -> bool:
         copy = block.host
-        if copy is not None and copy.state is HostState.WRITING:
-            return True
-        if block.hit(allowed_loss):
-            # One on the SSD only was too slow to load, or had no room: here it comes for nothing.
-            return copy is not None
+        if copy is not None and copy.loss <= allowed_loss:
+            if copy.state is HostState.WRITING or block.hit(allowed_loss):
+                self._tiers.allow_loss(block, allowed_loss)
+                return True
+        elif block.hit(allowed_loss):
+            # One on the SSD only was too slow to load, or had no room: here it comes for nothing,
+            # unless what comes has lost more.
+            return loss > block.ssd_loss
         # A copy that lost more than this client allows gives way to its exact one.
         if block.held:
             self._tiers.drop_copies(block)
@@ -169,6 +178,7 @@ class Writes:
     def _new_copy(
         self,
         block: Block,
+        loss: Loss,
         records: list[int],
         copies: list[HostCopy],
         evictions: Iterator[None],
@@ -184,7 +194,7 @@ class Writes:
                 host.extents.free(extent)
                 return Refusal.LEASES
             records.append(self._records.pop())
-        copy = block.host = HostCopy(block, extent, HostState.WRITING, Loss.EXACT)
+        copy = block.host = HostCopy(block, extent, HostState.WRITING, loss)
         host.pin(copy)
         return copy
 
@@ -245,6 +255,7 @@ class Writes:
             host.unpin(copy)
         if ssd is not None:
             for block in fresh:
+                tiers.allow_loss(block, block.allowed_loss)
                 if not ssd.is_stored(block) and block.ssd is SsdState.ABSENT:
                     ssd.stored(block, now_s)
         self._counters.stored_blocks += len(fresh)

@@ -6,8 +6,6 @@ The client turns every failure into a miss, so nothing here can fail a request.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine_adapter.mla.config import ModelConfig, RopeConfig
+from engine_adapter.mla.config import ModelConfig
 from engine_adapter.mla.paged_cache import PAGE_TOKENS, PagedCache
+from engine_adapter.namespaces import latent_rope, mla_namespace, rotary
 from kvtier.hashing import block_hashes, namespace_digest, root_hash, weights_revision
-from kvtier.types import BlockHash, Component, NamespaceSpec, RopeSpec, Tier
+from kvtier.types import BlockHash, Component, Loss, NamespaceSpec, RopeSpec, Tier
 
 Buffer = npt.NDArray[np.uint8]
 
@@ -35,6 +34,10 @@ class Loaded(Protocol):
     @property
     def blocks_by_tier(self) -> Mapping[Tier, int]:
         """Of these, how many came from each tier."""
+
+    @property
+    def loss(self) -> Loss:
+        """What some of them may have lost."""
 
 
 class Room(Protocol):
@@ -63,6 +66,7 @@ class BlockClient(Protocol):
         hashes: Sequence[BlockHash],
         destinations: Sequence[Buffer],
         *,
+        allowed_loss: Loss,
         prefill_tokens_per_s: float,
     ) -> Loaded:
         """Copy the longest cached prefix of `hashes` into the destinations.
@@ -71,9 +75,15 @@ class BlockClient(Protocol):
         """
 
     def reserve(
-        self, spec: NamespaceSpec, parent: BlockHash | None, hashes: Sequence[BlockHash]
+        self,
+        spec: NamespaceSpec,
+        parent: BlockHash | None,
+        hashes: Sequence[BlockHash],
+        *,
+        allowed_loss: Loss,
+        loss: Loss,
     ) -> Room:
-        """Room for blocks that follow `parent` (None: the first block)."""
+        """Room for blocks that follow `parent` (None: the first block), which have lost `loss`."""
 
     def finish(self, spec: NamespaceSpec, tail: BlockHash) -> None:
         """The request whose last block is `tail` is over."""
@@ -88,19 +98,21 @@ class PrefixCache:
         tenant: Blocks are shared only within a tenant; part of the namespace.
         lora_digest: Content digest of the adapter merged into the weights, if any.
         cache_salt: Blocks are shared only between equal salts.
+        allowed_loss: Whether blocks may come back from, and go into, lossy stored forms.
     """
 
     client: BlockClient
     tenant: str = ""
     lora_digest: bytes = b""
     cache_salt: bytes = b""
+    allowed_loss: Loss = Loss.EXACT
 
     def open(self, spec: NamespaceSpec) -> PrefixNamespace:
         """The cache of one model."""
         root = root_hash(
             namespace_digest(spec), lora_digest=self.lora_digest, cache_salt=self.cache_salt
         )
-        return PrefixNamespace(self.client, spec, root)
+        return PrefixNamespace(self.client, spec, root, self.allowed_loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +122,7 @@ class PrefixNamespace:
     client: BlockClient
     spec: NamespaceSpec
     root: BlockHash
+    allowed_loss: Loss
 
 
 class SequenceBlocks:
@@ -136,6 +149,7 @@ class SequenceBlocks:
         self._present = 0
         self._offered = 0
         self._room: Room | None = None
+        self._loss = Loss.EXACT
 
     @property
     def present_tokens(self) -> int:
@@ -160,9 +174,11 @@ class SequenceBlocks:
             self._namespace.spec,
             wanted,
             destinations,
+            allowed_loss=self._namespace.allowed_loss,
             prefill_tokens_per_s=prefill_tokens_per_s,
         )
         self._present = self._offered = loaded.num_blocks
+        self._loss = loaded.loss
         return {
             tier.value: blocks * PAGE_TOKENS
             for tier, blocks in loaded.blocks_by_tier.items()
@@ -207,7 +223,14 @@ class SequenceBlocks:
         """Room for the blocks from the first that kvtier lacks up to `full`."""
         parent = self._hashes[self._present - 1] if self._present else None
         fresh = self._hashes[self._present : full]
-        return self._namespace.client.reserve(self._namespace.spec, parent, fresh)
+        namespace = self._namespace
+        return namespace.client.reserve(
+            namespace.spec,
+            parent,
+            fresh,
+            allowed_loss=namespace.allowed_loss,
+            loss=self._loss,
+        )
 
     def finish(self) -> None:
         """The request is over; its chain was used just now."""
@@ -226,34 +249,25 @@ class SequenceBlocks:
 
 
 def namespace_spec(
-    config: ModelConfig, weight_files: Sequence[Path], dtype: torch.dtype, tenant: str = ""
+    config: ModelConfig, files: Sequence[Path], dtype: torch.dtype, tenant: str = ""
 ) -> NamespaceSpec:
     """What must be equal for two engines to share blocks.
 
-    Reads the weight files on a host's first call (kvtier.hashing.weights_revision remembers).
+    Reads the files on a host's first call (kvtier.hashing.weights_revision remembers).
 
     Args:
         config: The model.
-        weight_files: Its safetensors; their content is the weights' revision.
+        files: Its checkpoint (namespaces.checkpoint_files); their content is the revision.
         dtype: Of the cache and of all computing.
         tenant: See PrefixCache.
 
     Raises:
-        OSError: a weight file can't be read.
+        OSError: a file can't be read.
     """
-    shape = (config.layers, PAGE_TOKENS, config.record_width)
-    return NamespaceSpec(
-        model_id=config.name,
-        weights_revision=weights_revision(weight_files),
-        components=(Component("latent_rope", str(dtype).removeprefix("torch."), shape),),
-        rope=RopeSpec("interleaved", config.rope_width, _rope_parameters(config.rope)),
-        block_tokens=PAGE_TOKENS,
-        tenant=tenant,
+    return mla_namespace(
+        config.name,
+        weights_revision(files),
+        latent_rope(config.layers, PAGE_TOKENS, config.record_width, dtype),
+        rotary(config.rope_width, config.rope),
+        tenant,
     )
-
-
-def _rope_parameters(rope: RopeConfig) -> tuple[tuple[str, str], ...]:
-    parameters: dict[str, object] = {"rope_type": "default", "theta": rope.theta}
-    if rope.yarn is not None:
-        parameters |= {"rope_type": "yarn", **dataclasses.asdict(rope.yarn)}
-    return tuple(sorted((name, json.dumps(value)) for name, value in parameters.items()))

@@ -52,10 +52,13 @@ class GetResult:
     Attributes:
         num_blocks: Leading destinations that hold their blocks.
         blocks_by_tier: The same blocks by the tier they were found on.
+        loss: What some of them may have lost. What is computed behind them has lost as much: say so
+            when storing it.
     """
 
     num_blocks: int
     blocks_by_tier: Mapping[Tier, int] = field(default_factory=dict)
+    loss: Loss = Loss.EXACT
 
 
 class Client:
@@ -242,7 +245,8 @@ class Client:
         ) as lease:
             done = lease.read_into(destinations)
             on_ssd = min(lease.ssd_blocks, done)
-            return GetResult(done, {Tier.HOST: done - on_ssd, Tier.SSD: on_ssd})
+            by_tier = {Tier.HOST: done - on_ssd, Tier.SSD: on_ssd}
+            return GetResult(done, by_tier, lease.loss if done else Loss.EXACT)
 
     # Writing
 
@@ -254,6 +258,7 @@ class Client:
         *,
         ttl_s: float = 0.0,
         allowed_loss: Loss = Loss.EXACT,
+        loss: Loss = Loss.EXACT,
         wait_s: float = 0.0,
     ) -> WriteLease:
         """Room for those of consecutive blocks that are not present.
@@ -264,6 +269,7 @@ class Client:
             hashes: The blocks, in chain order.
             ttl_s: Life of the lease; 0 means the daemon's default.
             allowed_loss: What stored forms of these blocks may lose.
+            loss: What these blocks have lost already: the loss of those they were computed behind.
             wait_s: How long the daemon may wait for unwritten blocks to reach the SSD.
         """
         if not hashes:
@@ -277,6 +283,7 @@ class Client:
                 hashes=join_hashes(hashes),
                 ttl_ms=round(ttl_s * 1000),
                 allowed_loss=allowed_loss.value,  # type: ignore[arg-type]
+                loss=loss.value,  # type: ignore[arg-type]
                 wait_ms=round(wait_s * 1000),
             )
             answer = self._calls.call_for_lease(
@@ -302,6 +309,7 @@ class Client:
         sources: Sequence[Bytes],
         *,
         allowed_loss: Loss = Loss.EXACT,
+        loss: Loss = Loss.EXACT,
         wait_s: float = 0.0,
     ) -> int:
         """Store consecutive blocks; the number of leading ones that the daemon has, or is getting.
@@ -312,9 +320,12 @@ class Client:
             hashes: The blocks, in chain order.
             sources: As many (spec.block_bytes,) uint8 arrays.
             allowed_loss: What stored forms of these blocks may lose.
+            loss: What these blocks have lost already: the loss of those they were computed behind.
             wait_s: How long the daemon may wait for unwritten blocks to reach the SSD.
         """
-        with self.reserve(spec, parent, hashes, allowed_loss=allowed_loss, wait_s=wait_s) as lease:
+        with self.reserve(
+            spec, parent, hashes, allowed_loss=allowed_loss, loss=loss, wait_s=wait_s
+        ) as lease:
             if not lease.indices:
                 return lease.covered_blocks
             lease.write_from(sources)

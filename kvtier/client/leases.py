@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 import numpy as np
@@ -14,7 +14,7 @@ from kvtier.client.calls import Calls
 from kvtier.client.copies import copy_blocks
 from kvtier.client.fork import gate
 from kvtier.codec.base import Bytes
-from kvtier.types import MissReason
+from kvtier.types import Loss, MissReason
 from kvtier.v1 import cache_pb2 as pb
 
 CALL_TIMEOUT_S = 1.0
@@ -23,6 +23,16 @@ WAIT_SLICE_S = 0.5
 """Longest single Wait: so long at most may a fork wait, or a daemon that hangs go unnoticed."""
 CHUNK_BYTES = 1 << 20
 
+Take = Callable[[int, Sequence[Bytes]], None]
+"""Copies consecutive blocks of a read lease: (index of the first,
+(block bytes,) uint8 array for each).
+
+Must not keep the arrays: they are the daemon's memory.
+"""
+
+Fill = Callable[[int, Bytes], None]
+"""Writes one block of a write lease: (its index among the asked hashes, (block bytes,) uint8)."""
+
 
 class ReadLease:
     """The longest cached prefix, pinned until release(); zero blocks is a miss. Context manager.
@@ -30,6 +40,7 @@ class ReadLease:
     Attributes:
         num_blocks: Blocks granted.
         ssd_blocks: How many of them were on the SSD only.
+        loss: What some of them may have lost.
     """
 
     def __init__(
@@ -37,6 +48,7 @@ class ReadLease:
     ) -> None:
         self.num_blocks = answer.blocks
         self.ssd_blocks = answer.ssd_blocks
+        self.loss = Loss(answer.loss)
         self._calls = calls
         self._attachment = attachment
         self._mapping = attachment.mapping if attachment is not None else None
@@ -59,18 +71,37 @@ class ReadLease:
         Returns:
             Leading destinations that hold their blocks; later ones are undefined.
         """
-        wanted = min(len(destinations), self.num_blocks)
+
+        def take(first: int, blocks: Sequence[Bytes]) -> None:
+            copy_blocks(destinations[first : first + len(blocks)], blocks)
+
+        return self.read_with(take, len(destinations), timeout_s=timeout_s)
+
+    def read_with(self, take: Take, blocks: int, *, timeout_s: float = READ_TIMEOUT_S) -> int:
+        """Let `take` copy blocks as they become ready, in prefix order.
+
+        For engines whose blocks are not one array each: every byte is still copied once.
+
+        Args:
+            take: Copies blocks; what it has copied counts only as far as the answer says.
+            blocks: How many are wanted, at most.
+            timeout_s: For those that are still on the SSD.
+
+        Returns:
+            Leading blocks that were copied right; what `take` copied beyond is undefined.
+        """
+        wanted = min(blocks, self.num_blocks)
         attachment = self._attachment
         if not wanted or attachment is None:
             return 0
         mapping = self._mapping
         if mapping is not None:
             deadline_s = time.monotonic() + timeout_s
-            done = self._copy(attachment, mapping, destinations[:wanted], deadline_s)
+            done = self._copy(attachment, mapping, take, wanted, deadline_s)
         elif attachment.mapped:
             done = 0  # Lost before the lease was here.
         else:
-            done = self._fetch(attachment, destinations[:wanted], timeout_s)
+            done = self._fetch(attachment, take, wanted, timeout_s)
         if done < wanted:
             self._calls.count_miss(
                 MissReason.LEASE_LOST if attachment.lost.is_set() else MissReason.LOAD_FAILED
@@ -114,10 +145,11 @@ class ReadLease:
         self,
         attachment: Attachment,
         mapping: ArenaMapping,
-        destinations: Sequence[Bytes],
+        take: Take,
+        wanted: int,
         deadline_s: float,
     ) -> int:
-        answer, done, wanted = self._answer, 0, len(destinations)
+        answer, done = self._answer, 0
         while done < wanted:
             ready = min(wanted, self._ready)
             if ready == done:
@@ -129,28 +161,29 @@ class ReadLease:
                 return done
             offsets = answer.offsets[done:ready]
             sources = [mapping.data[at : at + answer.block_bytes] for at in offsets]
-            copy_blocks(destinations[done:ready], sources)
+            take(done, sources)
             if not attachment.shows(mapping, answer.slot, answer.slot_generation):
                 return done  # The lease ended under the copies: they count for nothing.
             done = ready
         return done
 
-    def _fetch(
-        self, attachment: Attachment, destinations: Sequence[Bytes], timeout_s: float
-    ) -> int:
+    def _fetch(self, attachment: Attachment, take: Take, wanted: int, timeout_s: float) -> int:
         request = pb.FetchRequest(
             session_id=attachment.session_id,
             lease_id=self._answer.lease_id,
-            blocks=len(destinations),
+            blocks=wanted,
         )
         received, size_bytes = 0, self._answer.block_bytes
+        block = np.empty(size_bytes, dtype=np.uint8)
         try:
             with gate:
                 for chunk in attachment.stub.Fetch(request, timeout=timeout_s):
                     data = np.frombuffer(chunk.data, dtype=np.uint8)
                     index, inside = divmod(received, size_bytes)
-                    np.copyto(destinations[index][inside : inside + data.size], data)
+                    np.copyto(block[inside : inside + data.size], data)
                     received += data.size
+                    if received % size_bytes == 0:
+                        take(index, [block])
         except grpc.RpcError:
             pass  # What has arrived whole is good: chunks come in order, copied under the lease.
         except ValueError:
@@ -205,6 +238,25 @@ class WriteLease:
             return  # Lost before the lease was here.
         extents = [mapping.data[at : at + answer.block_bytes] for at in answer.offsets]
         copy_blocks(extents, [sources[index] for index in answer.indices])
+
+    def write_with(self, fill: Fill) -> None:
+        """Let `fill` write each block of `indices`, in their order.
+
+        For engines whose blocks are not one array each: every byte is still copied once.
+        """
+        attachment, answer = self._attachment, self._answer
+        if attachment is None or attachment.lost.is_set():
+            return
+        if not attachment.mapped:
+            self._streamed = [np.empty(answer.block_bytes, dtype=np.uint8) for _ in answer.indices]
+            extents: Sequence[Bytes] = self._streamed
+        elif self._mapping is not None:
+            data = self._mapping.data
+            extents = [data[at : at + answer.block_bytes] for at in answer.offsets]
+        else:
+            return  # Lost before the lease was here.
+        for index, extent in zip(answer.indices, extents, strict=True):
+            fill(index, extent)
 
     def commit(self) -> bool:
         """Make the blocks visible, all or none; False if they are not."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+
 from kvtier.codec.base import Bytes, Codec
 from kvtier.codec.fp8_ds_mla import Fp8DsMla
 from kvtier.codec.lossless import Lossless
@@ -11,7 +14,42 @@ from kvtier.errors import ConfigError, CorruptBlock
 from kvtier.types import NamespaceSpec
 
 RAW = Raw()
-_CODECS: tuple[Codec, ...] = (RAW, Lossless(), Fp8DsMla(), Q8(), Q6(), Q4())
+LOSSLESS = Lossless()
+_CODECS: tuple[Codec, ...] = (RAW, LOSSLESS, Fp8DsMla(), Q8(), Q6(), Q4())
+
+CodecChoice = Callable[[NamespaceSpec], Codec]
+"""Which codec new blocks of a namespace get."""
+
+
+def choose_codec(default: str, rules: Iterable[str] = ()) -> CodecChoice:
+    """The choice that configuration makes.
+
+    Args:
+        default: Name of the codec for namespaces that no rule matches.
+        rules: MODEL=CODEC or TENANT:MODEL=CODEC, the first that matches counts. Model and tenant
+            are globs as in fnmatch, case-sensitive; without a colon it is for every tenant.
+
+    Raises:
+        ConfigError: no such codec.
+    """
+    parsed = [_rule(rule) for rule in rules]
+    otherwise = codec_by_name(default)
+
+    def choose(spec: NamespaceSpec) -> Codec:
+        for tenant, model, codec in parsed:
+            if fnmatchcase(spec.tenant, tenant) and fnmatchcase(spec.model_id, model):
+                return codec
+        return otherwise
+
+    return choose
+
+
+def _rule(rule: str) -> tuple[str, str, Codec]:
+    pattern, _, name = rule.rpartition("=")
+    tenant, colon, model = pattern.partition(":")
+    if not colon:
+        tenant, model = "*", pattern
+    return tenant, model, codec_by_name(name)
 
 
 def codec_by_name(name: str) -> Codec:

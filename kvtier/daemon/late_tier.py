@@ -51,8 +51,10 @@ class LateTier(BlockTier):
     def usage(self) -> TierUsage:
         return TierUsage(0, 0, 0, 0) if self._tier is None else self._tier.usage()
 
-    def prepare(self, meta: BlockMeta, block: Bytes, allowed_loss: Loss) -> PreparedBlock:
-        return self._opened.prepare(meta, block, allowed_loss)
+    def prepare(
+        self, meta: BlockMeta, block: Bytes, allowed_loss: Loss, *, loss: Loss = Loss.EXACT
+    ) -> PreparedBlock:
+        return self._opened.prepare(meta, block, allowed_loss, loss=loss)
 
     def write(self, block: PreparedBlock) -> WrittenBlock:
         return self._opened.write(block)

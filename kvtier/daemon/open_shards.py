@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import structlog
 
-from kvtier.codec import codec_by_name
+from kvtier.codec import choose_codec
 from kvtier.config import Settings
 from kvtier.daemon.late_tier import LateTier
 from kvtier.errors import TierUnavailable
@@ -89,7 +89,7 @@ def _make(directory: Path, settings: Settings) -> SsdTier:
     return SsdTier(
         directory,
         capacity_bytes=settings.ssd_capacity_bytes,
-        codec=codec_by_name(settings.ssd_codec),
+        codec_of=choose_codec(settings.ssd_codec, settings.ssd_codec_rules),
         durability=settings.ssd_durability,
         max_batch_bytes=settings.ssd_batch_bytes,
         min_free_bytes=settings.ssd_min_free_bytes,

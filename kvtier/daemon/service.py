@@ -20,6 +20,7 @@ from kvtier.config import Settings
 from kvtier.daemon import sessions as owners
 from kvtier.daemon.stats import stats_response
 from kvtier.daemon.translate import (
+    LOSSES,
     REASONS,
     WIRE_VERSION,
     Context,
@@ -216,7 +217,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         found = self._store.reads.lookup(
             self._namespace(request.namespace),
             hashes_of(request.hashes),
-            loss_of(request.allowed_loss),
+            loss_of("allowed_loss", request.allowed_loss),
         )
         return pb.LookupResponse(
             blocks=found.host_blocks + found.ssd_blocks,
@@ -237,7 +238,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             now_s=self._clock(),
             ttl_s=request.ttl_ms / 1000,
             request_id=request.request_id,
-            allowed_loss=loss_of(request.allowed_loss),
+            allowed_loss=loss_of("allowed_loss", request.allowed_loss),
             prefill_tokens_per_s=speed_of(request.prefill_tokens_per_s),
         )
         self._pump()
@@ -253,6 +254,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             slot=lease.slot,
             slot_generation=lease.generation,
             reason=REASONS[refusal],
+            loss=LOSSES[max(copy.loss for copy in lease.copies)],
         )
 
     @typed_errors
@@ -323,7 +325,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         namespace = self._namespace(request.namespace)
         hashes = hashes_of(request.hashes)
         parent = hash_of("parent", request.parent) if request.parent else None
-        allowed_loss = loss_of(request.allowed_loss)
+        allowed_loss = loss_of("allowed_loss", request.allowed_loss)
+        loss = loss_of("loss", request.loss)
         if request.wait_ms:
             await self._make_room(namespace, hashes, min(request.wait_ms / 1000, MAX_WAIT_S))
         reserved = self._store.writes.reserve(
@@ -334,6 +337,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             now_s=self._clock(),
             ttl_s=request.ttl_ms / 1000,
             allowed_loss=allowed_loss,
+            loss=loss,
             writer=writer_of(request.session_id),
         )
         self._pump()

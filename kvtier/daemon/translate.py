@@ -30,6 +30,7 @@ WIRE_VERSION = 1
 MAX_BLOCK_BYTES = 1 << 40
 """Far beyond any model; bounds the arithmetic, not the memory."""
 
+LOSSES = {Loss.EXACT: pb.LOSS_EXACT, Loss.BOUNDED: pb.LOSS_BOUNDED}
 REASONS = {
     Refusal.NONE: pb.REASON_NONE,
     Refusal.FULL: pb.REASON_FULL,
@@ -112,12 +113,12 @@ def hash_of(field: str, value: bytes) -> BlockHash:
     return BlockHash(value)
 
 
-def loss_of(value: int) -> Loss:
-    """A request's allowed loss; raises InvalidRequest for one we don't know."""
+def loss_of(field: str, value: int) -> Loss:
+    """A request's loss; raises InvalidRequest for one we don't know."""
     try:
         return Loss(value)
     except ValueError as error:
-        raise errors.InvalidRequest(f"allowed_loss: unknown value {value}") from error
+        raise errors.InvalidRequest(f"{field}: unknown value {value}") from error
 
 
 def speed_of(tokens_per_s: float) -> float:

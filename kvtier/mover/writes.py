@@ -171,7 +171,7 @@ class ShardWrites:
     def _prepare(self, job: WriteJob) -> PreparedBlock | TierError:
         block = self._context.arena.view(job.copy.extent, job.size_bytes)
         try:
-            return self._context.tier.prepare(job.meta, block, job.allowed_loss)
+            return self._context.tier.prepare(job.meta, block, job.allowed_loss, loss=job.copy.loss)
         except TierError as error:
             return error
 

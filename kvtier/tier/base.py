@@ -84,7 +84,7 @@ class PreparedBlock:
             until write returns.
         codec_id: Codec of the payload.
         codec_version: Version of the payload's form.
-        loss: Loss of the payload.
+        loss: What it has lost, in the codec or before.
         checksum: xxh3-128 over header and payload.
     """
 
@@ -219,7 +219,9 @@ class BlockTier(ABC):
         """Accounting as of the last commit."""
 
     @abstractmethod
-    def prepare(self, meta: BlockMeta, block: Bytes, allowed_loss: Loss) -> PreparedBlock:
+    def prepare(
+        self, meta: BlockMeta, block: Bytes, allowed_loss: Loss, *, loss: Loss = Loss.EXACT
+    ) -> PreparedBlock:
         """Encode `block` and compute its checksum; pure, releases the GIL.
 
         A namespace that no commit() brought yet has no known layout: its blocks stay raw.
@@ -228,6 +230,7 @@ class BlockTier(ABC):
             meta: Its identity.
             block: (block bytes,) uint8, kept still until the commit.
             allowed_loss: The stored form loses no more than this.
+            loss: What `block` has lost before; the stored form has lost at least as much.
         """
 
     @abstractmethod

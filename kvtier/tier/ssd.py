@@ -17,9 +17,8 @@ from typing import Literal
 
 import structlog
 
-from kvtier.codec import RAW, encode_block
+from kvtier.codec import LOSSLESS, RAW, CodecChoice, encode_block
 from kvtier.codec.base import Bytes, Codec
-from kvtier.codec.lossless import Lossless
 from kvtier.errors import CorruptBlock, TierError, TierFull, TierUnavailable
 from kvtier.tier import ssd_format as fmt
 from kvtier.tier import ssd_layout as layout
@@ -51,7 +50,6 @@ STEADY_AFTER_S = 60.0
 MOST_DEATHS = 3
 """Daemons that died in a row without running for STEADY_AFTER_S: then the trees are walked."""
 
-_LOSSLESS = Lossless()
 _SEGMENT_BYTES = 2
 
 
@@ -68,7 +66,7 @@ class SsdTier(BlockTier):
         directory: Path,
         *,
         capacity_bytes: int,
-        codec: Codec,
+        codec_of: CodecChoice,
         durability: Literal["relaxed", "full"],
         max_batch_bytes: int = MAX_BATCH_BYTES,
         min_free_bytes: int = 0,
@@ -79,7 +77,7 @@ class SsdTier(BlockTier):
         Args:
             directory: Its home, for one daemon at a time; created 0700.
             capacity_bytes: Bound of `du` of the directory.
-            codec: Stored form of new blocks; those already there keep theirs.
+            codec_of: Stored form of a namespace's new blocks; those already there keep theirs.
             durability: When a commit is safe from a power cut.
             max_batch_bytes: The most payload one commit() may carry.
             min_free_bytes: What the file system must keep free, whoever fills it.
@@ -94,7 +92,7 @@ class SsdTier(BlockTier):
         self.directory = directory
         self.max_batch_bytes = max_batch_bytes
         self._capacity_bytes = capacity_bytes
-        self._codec = codec
+        self._codec_of = codec_of
         self._relaxed = durability == "relaxed"
         self._min_free_bytes = min_free_bytes
         self._io = io or BlockIo()
@@ -225,12 +223,20 @@ class SsdTier(BlockTier):
 
     # ---- writing
 
-    def prepare(self, meta: BlockMeta, block: Bytes, allowed_loss: Loss) -> PreparedBlock:
-        codec = self._codec if self._codec.loss <= allowed_loss else _LOSSLESS
+    def prepare(
+        self, meta: BlockMeta, block: Bytes, allowed_loss: Loss, *, loss: Loss = Loss.EXACT
+    ) -> PreparedBlock:
         known = self._known.get(meta.namespace)
-        used, payload = encode_block(codec, block, known.spec) if known else (RAW, block)
+        used: Codec = RAW
+        payload = block
+        if known is not None:
+            codec = self._codec_of(known.spec)
+            if codec.loss > allowed_loss:
+                codec = LOSSLESS
+            used, payload = encode_block(codec, block, known.spec)
+        lost = max(loss, used.loss)
         unsigned = PreparedBlock(
-            meta, block.size, payload, used.id, used.version, used.loss, checksum=b""
+            meta, block.size, payload, used.id, used.version, lost, checksum=b""
         )
         return replace(unsigned, checksum=fmt.checksum(unsigned, payload))
 

@@ -157,7 +157,7 @@ class AcquireRequest(_message.Message):
     def __init__(self, session_id: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., request_id: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., allowed_loss: _Optional[_Union[Loss, str]] = ..., prefill_tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
-    __slots__ = ("lease_id", "blocks", "ready_blocks", "ssd_blocks", "block_bytes", "offsets", "slot", "slot_generation", "reason")
+    __slots__ = ("lease_id", "blocks", "ready_blocks", "ssd_blocks", "block_bytes", "offsets", "slot", "slot_generation", "reason", "loss")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     READY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +167,7 @@ class AcquireResponse(_message.Message):
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SLOT_GENERATION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     blocks: int
     ready_blocks: int
@@ -176,7 +177,8 @@ class AcquireResponse(_message.Message):
     slot: int
     slot_generation: int
     reason: Reason
-    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[int] = ..., ready_blocks: _Optional[int] = ..., ssd_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., reason: _Optional[_Union[Reason, str]] = ...) -> None: ...
+    loss: Loss
+    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[int] = ..., ready_blocks: _Optional[int] = ..., ssd_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., reason: _Optional[_Union[Reason, str]] = ..., loss: _Optional[_Union[Loss, str]] = ...) -> None: ...
 
 class WaitRequest(_message.Message):
     __slots__ = ("session_id", "lease_id", "blocks", "timeout_ms")
@@ -211,7 +213,7 @@ class ReleaseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("session_id", "namespace", "parent", "hashes", "ttl_ms", "allowed_loss", "wait_ms")
+    __slots__ = ("session_id", "namespace", "parent", "hashes", "ttl_ms", "allowed_loss", "wait_ms", "loss")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +221,7 @@ class ReserveRequest(_message.Message):
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     ALLOWED_LOSS_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     namespace: bytes
     parent: bytes
@@ -226,7 +229,8 @@ class ReserveRequest(_message.Message):
     ttl_ms: int
     allowed_loss: Loss
     wait_ms: int
-    def __init__(self, session_id: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., allowed_loss: _Optional[_Union[Loss, str]] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    loss: Loss
+    def __init__(self, session_id: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., allowed_loss: _Optional[_Union[Loss, str]] = ..., wait_ms: _Optional[int] = ..., loss: _Optional[_Union[Loss, str]] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("lease_id", "indices", "offsets", "block_bytes", "reason", "present_blocks", "covered_blocks")

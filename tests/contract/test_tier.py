@@ -311,15 +311,19 @@ class TierContract:
         shelf.tier.commit(namespaces=ROWS)
         lossy = shelf.tier.prepare(meta(SMALL, 0), block(SMALL, 0), Loss.BOUNDED)
         exact = shelf.prepare(SMALL, 1)
+        before = shelf.tier.prepare(meta(SMALL, 2), block(SMALL, 2), Loss.EXACT, loss=Loss.BOUNDED)
+        assert (before.codec_id, before.loss) == (exact.codec_id, Loss.BOUNDED)
         assert (lossy.codec_id, lossy.loss) == (Lossy.id, Loss.BOUNDED)
         assert exact.codec_id != Lossy.id
-        shelf.commit([shelf.tier.write(lossy), shelf.tier.write(exact)])
+        shelf.commit([shelf.tier.write(each) for each in (lossy, exact, before)])
         shelf.assert_reads(SMALL, 1)
+        shelf.assert_reads(SMALL, 2)
         shelf.tier.close()
         tier = self.make(tmp_path / "tier", Lossy())
         assert {row["depth"]: row["loss"] for row in tier.scan()} == {
             0: Loss.BOUNDED,
             1: Loss.EXACT,
+            2: Loss.BOUNDED,
         }
         tier.close()
 
@@ -771,7 +775,7 @@ class TestSsd(TierContract):
         return SsdTier(
             home,
             capacity_bytes=72 << 20,
-            codec=codec,
+            codec_of=lambda _: codec,
             durability="relaxed",
             max_batch_bytes=self.MAX_BATCH_BYTES,
         )

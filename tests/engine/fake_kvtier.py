@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine_adapter.mla.prefix_cache import Buffer
-from kvtier.types import BlockHash, NamespaceSpec, Tier
+from kvtier.types import BlockHash, Loss, NamespaceSpec, Tier
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class FakeGetResult:
 
     num_blocks: int
     blocks_by_tier: Mapping[Tier, int]
+    loss: Loss
 
 
 @dataclass
@@ -29,6 +30,7 @@ class FakeRoom:
     parent: BlockHash | None
     hashes: list[BlockHash]
     accepted: list[BlockHash]
+    loss: Loss
     copies: list[Buffer] = field(default_factory=list)
 
     @property
@@ -47,6 +49,8 @@ class FakeRoom:
         self.client.puts.append((self.parent, self.hashes))
         for key, copy in zip(self.accepted, self.copies, strict=False):
             self.client.blocks[self.spec, key] = copy
+            if self.loss is Loss.BOUNDED:
+                self.client.lossy.add(key)
 
     def abort(self) -> None:
         """Count."""
@@ -66,6 +70,7 @@ class FakeClient:
         dead: Every call is a miss, and a get leaves rubbish in all destinations.
         room: Most blocks that a put accepts.
         aborted: Rooms given back.
+        lossy: Blocks that have lost something.
     """
 
     blocks: dict[tuple[NamespaceSpec, BlockHash], Buffer] = field(default_factory=dict)
@@ -76,6 +81,7 @@ class FakeClient:
     dead: bool = False
     room: int = 1 << 30
     aborted: int = 0
+    lossy: set[BlockHash] = field(default_factory=set)
 
     def get(
         self,
@@ -83,6 +89,7 @@ class FakeClient:
         hashes: Sequence[BlockHash],
         destinations: Sequence[Buffer],
         *,
+        allowed_loss: Loss,
         prefill_tokens_per_s: float,
     ) -> FakeGetResult:
         """Copy the longest prefix; overwrite the other destinations with NaNs, as is allowed."""
@@ -91,24 +98,32 @@ class FakeClient:
         for destination in destinations:
             assert destination.nbytes == spec.block_bytes
             destination.fill(0xFF)
-        count = 0
+        count, loss = 0, False
         if not self.dead:
             for key, destination in zip(hashes, destinations, strict=False):
                 block = self.blocks.get((spec, key))
-                if block is None:
+                if block is None or (key in self.lossy and allowed_loss is Loss.EXACT):
                     break
+                loss |= key in self.lossy
                 destination[:] = block
                 count += 1
         host = count // 2
-        return FakeGetResult(count, {Tier.HOST: host, Tier.SSD: count - host})
+        return FakeGetResult(count, {Tier.HOST: host, Tier.SSD: count - host}, Loss(loss))
 
     def reserve(
-        self, spec: NamespaceSpec, parent: BlockHash | None, hashes: Sequence[BlockHash]
+        self,
+        spec: NamespaceSpec,
+        parent: BlockHash | None,
+        hashes: Sequence[BlockHash],
+        *,
+        allowed_loss: Loss,
+        loss: Loss,
     ) -> FakeRoom:
         """Blocks whose parent is unknown are refused, as a daemon may."""
         orphans = parent is not None and (spec, parent) not in self.blocks
         accepted = [] if self.dead or orphans else list(hashes[: self.room])
-        return FakeRoom(self, spec, parent, list(hashes), accepted)
+        assert loss <= allowed_loss
+        return FakeRoom(self, spec, parent, list(hashes), accepted, loss)
 
     def finish(self, spec: NamespaceSpec, tail: BlockHash) -> None:
         """Remember the tail."""

@@ -144,18 +144,39 @@ class StoreMachine(RuleBasedStateMachine):
 
     # Writing
 
-    @rule(where=WHERE, tokens=TOKENS, who=WHO, behind=st.integers(0, 4), ttl_s=TTL, loss=LOSS)
+    @rule(
+        where=WHERE,
+        tokens=TOKENS,
+        who=WHO,
+        behind=st.integers(0, 4),
+        ttl_s=TTL,
+        allowed_loss=LOSS,
+        loss=LOSS,
+    )
     def reserve(
-        self, where: int, tokens: list[int], who: GroupId, behind: int, ttl_s: float, loss: Loss
+        self,
+        where: int,
+        tokens: list[int],
+        who: GroupId,
+        behind: int,
+        ttl_s: float,
+        allowed_loss: Loss,
+        loss: Loss,
     ) -> None:
         namespace = self.namespace(where)
         hashes = chain(namespace, tokens)
         behind = min(behind, len(hashes) - 1)
         parent = hashes[behind - 1] if behind else None
         reserved = self.world.reserve(
-            namespace, parent, hashes[behind:], who, ttl_s=ttl_s, allowed_loss=loss
+            namespace,
+            parent,
+            hashes[behind:],
+            who,
+            ttl_s=ttl_s,
+            allowed_loss=allowed_loss,
+            loss=loss,
         )
-        if reserved.lease is not None and loss is Loss.BOUNDED:
+        if reserved.lease is not None and allowed_loss is Loss.BOUNDED:
             self.world.commit(reserved.lease.id, who)
 
     @rule(where=WHERE, prompts=st.lists(TOKENS, min_size=1, max_size=4), who=WHO)

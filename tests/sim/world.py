@@ -177,6 +177,7 @@ class Grant:
     epoch: bytes
     hashes: list[BlockHash]
     versions: list[Version]
+    allowed_loss: Loss
 
 
 @dataclass(slots=True)
@@ -188,6 +189,7 @@ class Writing:
     epoch: bytes
     copies: list[HostCopy]
     versions: list[Version]
+    loss: Loss
 
 
 @dataclass(slots=True)
@@ -227,6 +229,7 @@ class World:
     late: set[LoadJob] = field(default_factory=set)
     writers: list[deque[WriterJob]] = field(init=False)
     versions: dict[HostCopy, Version] = field(default_factory=dict)
+    lost: dict[HostCopy, Loss] = field(default_factory=dict)
     namespace_drops: dict[NamespaceDigest, int] = field(default_factory=dict)
     block_drops: dict[BlockHash, int] = field(default_factory=dict)
     drops: int = 0
@@ -364,6 +367,7 @@ class World:
             assert stored[1].size == job.size_bytes
             self.view(job.copy.extent)[: job.size_bytes] = stored[1]
             self.versions[job.copy] = stored[2]
+            self.lost[job.copy] = medium.losses[job.hash]
             self.store.reads.loaded(job, job.size_bytes, None)
         self.take_jobs()
 
@@ -410,6 +414,7 @@ class World:
 
     def _finish_write(self, job: WriteJob, error: TierError | None) -> None:
         medium, segment, stored_bytes = self.media[job.shard], None, 0
+        loss = max(job.allowed_loss, job.copy.loss)
         if error is not None:
             self.disk_failed = True
         else:
@@ -418,14 +423,15 @@ class World:
             version = self.versions[job.copy]
             right = content(job.meta.hash, version, stored_bytes)
             assert np.array_equal(data, right), "a write job's bytes changed under it"
-            segment = medium.put(job.meta, data, version, job.allowed_loss)
+            lost = max(job.allowed_loss, self.lost[job.copy])
+            segment = medium.put(job.meta, data, version, lost)
             self.store.tiers.ssd_committed(job.shard, medium.usage())
         self.store.tiers.written(
             job,
             self.now_s,
             stored_bytes=stored_bytes,
             segment=segment,
-            loss=job.allowed_loss,
+            loss=loss,
             error=error,
         )
 
@@ -516,7 +522,7 @@ class World:
                 assert all(copy.loss <= allowed_loss for copy in lease.copies)
                 mine = list(hashes[:granted])
                 versions = [self.current(namespace.digest, key) for key in mine]
-                self.grants.append(Grant(lease, self.epoch, mine, versions))
+                self.grants.append(Grant(lease, self.epoch, mine, versions, allowed_loss))
         return lease, refusal
 
     def reserve(
@@ -528,11 +534,12 @@ class World:
         *,
         ttl_s: float = 0.0,
         allowed_loss: Loss = Loss.EXACT,
+        loss: Loss = Loss.EXACT,
     ) -> Reserved:
         """Reserve; half a block of garbage is written at once."""
         for key in hashes:
             block = namespace.blocks.get(key)
-            if block is not None and block.held and not block.hit(allowed_loss):
+            if block is not None and block.held and not block.hit(max(allowed_loss, loss)):
                 self.excused.add(key)  # Being written, or has lost too much and gives way.
         reserved = self.store.writes.reserve(
             namespace,
@@ -542,17 +549,30 @@ class World:
             now_s=self.now_s,
             ttl_s=ttl_s,
             allowed_loss=allowed_loss,
+            loss=loss,
         )
+        self._check_allowed_loss(namespace, hashes[: reserved.covered_blocks], allowed_loss, loss)
         lease = reserved.lease
         if lease is not None:
             versions = [self.current(namespace.digest, copy.block.hash) for copy in lease.copies]
             self.writings[lease.id] = Writing(
-                lease.id, group, self.epoch, list(lease.copies), versions
+                lease.id, group, self.epoch, list(lease.copies), versions, loss
             )
             for copy in lease.copies:
                 self._scribble_on(copy.extent)
         self.take_jobs()
         return reserved
+
+    def _check_allowed_loss(
+        self, namespace: Namespace, hashes: Sequence[BlockHash], allowed: Loss, loss: Loss
+    ) -> None:
+        """What a store covers will not come back with more loss than its client allows."""
+        for key in hashes:
+            block = namespace.blocks[key]
+            assert block.allowed_loss <= max(allowed, loss)
+            copy = block.host
+            if copy is not None and copy.state is HostState.READY and block.stored:
+                assert block.ssd_loss <= max(allowed, loss), "its own store replaces a lossy copy"
 
     def commit(self, lease_id: int, group: GroupId) -> int:
         """Write all bytes, then Commit."""
@@ -564,6 +584,7 @@ class World:
         del self.writings[lease_id]
         for copy, version in zip(writing.copies, writing.versions, strict=True):
             self.versions[copy] = version
+            self.lost[copy] = writing.loss
             if copy.current and copy.block.listed:
                 self.excused.discard(copy.block.hash)
             else:
@@ -722,6 +743,7 @@ class World:
                 size_bytes = copy.block.namespace.size_bytes
                 found = self.view(copy.extent)[:size_bytes]
                 assert np.array_equal(found, content(key, version, size_bytes)), "a wrong byte"
+                assert self.lost[copy] <= grant.allowed_loss, "lossy bytes for who wants exact ones"
         self.grants = valid
 
     def _check_bounds(self) -> None:

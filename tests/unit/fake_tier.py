@@ -100,9 +100,11 @@ class FakeTier(BlockTier):
         used = sum(payload.size for payload in blocks)
         return TierUsage(used, used, self.limit_bytes, len(blocks), used)
 
-    def prepare(self, meta: BlockMeta, block: Bytes, allowed_loss: Loss) -> PreparedBlock:
+    def prepare(
+        self, meta: BlockMeta, block: Bytes, allowed_loss: Loss, *, loss: Loss = Loss.EXACT
+    ) -> PreparedBlock:
         self._begin("prepare", meta.hash)
-        return PreparedBlock(meta, block.size, block, 0, 0, Loss.EXACT, b"")
+        return PreparedBlock(meta, block.size, block, 0, 0, loss, b"")
 
     def write(self, block: PreparedBlock) -> WrittenBlock:
         self._begin("write", block.meta.hash)

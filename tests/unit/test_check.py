@@ -15,7 +15,7 @@ import lmdb
 import pytest
 
 from kvtier.cli import main
-from kvtier.codec import codec_by_name
+from kvtier.codec import choose_codec
 from kvtier.errors import AddressInUse, ConfigError, FormatError
 from kvtier.tier import ssd_format as fmt
 from kvtier.tier.base import Deletion
@@ -33,7 +33,7 @@ def open_shelf(home: Path) -> Shelf:
         SsdTier(
             home,
             capacity_bytes=CAPACITY_BYTES,
-            codec=codec_by_name("lossless"),
+            codec_of=choose_codec("lossless"),
             durability="full",
             max_batch_bytes=1 << 20,
         )

@@ -124,7 +124,7 @@ def open_tier(
     return SsdTier(
         home,
         capacity_bytes=capacity_bytes,
-        codec=RAW,
+        codec_of=lambda _: RAW,
         durability=durability,
         max_batch_bytes=BATCH_BYTES,
         min_free_bytes=min_free_bytes,

@@ -115,6 +115,120 @@ def test_a_lossy_copy_serves_only_who_allows_it_and_gives_way_to_the_exact_one()
     world.check()
 
 
+def test_an_exact_store_replaces_the_lossy_copy_of_a_block_that_ram_has() -> None:
+    world = world_of(4, ssd_blocks=16)
+    namespace = world.open(SPEC)
+    hashes = chain(namespace, range(2))
+    reserved = world.reserve(namespace, None, hashes, ALICE, allowed_loss=Loss.BOUNDED)
+    assert reserved.lease is not None
+    world.commit(reserved.lease.id, ALICE)
+    write_out(world, namespace, hashes)
+    assert namespace.blocks[hashes[0]].ssd_loss is Loss.BOUNDED
+    again = world.reserve(namespace, None, hashes, BOB)
+    assert (again.lease, again.covered_blocks) == (None, 2), "RAM has the exact bytes"
+    write_out(world, namespace, hashes)
+    world.restart()
+    namespace = world.open(SPEC)
+    lease, _ = world.acquire(namespace, hashes, BOB)
+    assert lease is not None
+    assert len(lease.copies) == 2
+    world.settle()
+    world.check()
+
+
+def test_an_exact_store_beside_a_lossy_write_that_is_under_way_replaces_it() -> None:
+    world = world_of(4, ssd_blocks=16)
+    namespace = world.open(SPEC)
+    hashes = chain(namespace, range(1))
+    reserved = world.reserve(namespace, None, hashes, ALICE, allowed_loss=Loss.BOUNDED)
+    assert reserved.lease is not None
+    world.commit(reserved.lease.id, ALICE)
+    world.store.tiers.flush(namespace, hashes, world.now_s)
+    world.take_jobs()
+    assert world.reserve(namespace, None, hashes, BOB).covered_blocks == 1
+    write_out(world, namespace, hashes)
+    world.settle()
+    assert namespace.blocks[hashes[0]].ssd_loss is Loss.EXACT
+    world.check()
+
+
+def test_a_store_that_overtakes_a_lossy_one_gets_an_exact_copy() -> None:
+    """What is computed behind lossy blocks is lossy, whoever wrote it down without loss."""
+    world = world_of(4, ssd_blocks=16)
+    namespace = world.open(SPEC)
+    hashes = chain(namespace, range(1))
+    lossy = world.reserve(namespace, None, hashes, ALICE, loss=Loss.BOUNDED)
+    assert lossy.lease is not None
+    exact = world.reserve(namespace, None, hashes, BOB)
+    assert exact.indices == [0], "it does not wait for the lossy one"
+    assert exact.lease is not None
+    world.commit(exact.lease.id, BOB)
+    world.commit(lossy.lease.id, ALICE)
+    lease, _ = world.acquire(namespace, hashes, BOB)
+    assert lease is not None
+    world.check()
+
+
+def test_lossy_bytes_stay_lossy_on_the_ssd_and_in_ram_again() -> None:
+    world = world_of(4, ssd_blocks=16)
+    namespace = world.open(SPEC)
+    hashes = chain(namespace, range(1))
+    reserved = world.reserve(namespace, None, hashes, ALICE, loss=Loss.BOUNDED)
+    assert reserved.lease is not None
+    world.commit(reserved.lease.id, ALICE)
+    assert present(world, hashes) == 0
+    write_out(world, namespace, hashes)
+    world.restart()
+    namespace = world.open(SPEC)
+    assert present(world, hashes) == 0
+    lease, _ = world.acquire(namespace, hashes, ALICE, allowed_loss=Loss.BOUNDED)
+    assert lease is not None
+    world.settle()
+    # The SSD loses it: RAM's lossy bytes are written again, by an exact codec.
+    world.store.tiers.retire_segment(
+        0, namespace.blocks[hashes[0]].place.segment or 0, damaged=True
+    )
+    while world.store.tiers.ssd is not None and world.store.tiers.ssd.reap(100):
+        pass
+    write_out(world, namespace, hashes)
+    assert namespace.blocks[hashes[0]].stored
+    assert namespace.blocks[hashes[0]].ssd_loss is Loss.BOUNDED
+    assert present(world, hashes) == 0
+    world.check()
+
+
+def test_an_exact_store_beside_one_that_fills_ram_again_replaces_the_lossy_copy() -> None:
+    world = world_of(4, ssd_blocks=16)
+    namespace = world.open(SPEC)
+    hashes = chain(namespace, range(1))
+    reserved = world.reserve(namespace, None, hashes, ALICE, allowed_loss=Loss.BOUNDED)
+    assert reserved.lease is not None
+    world.commit(reserved.lease.id, ALICE)
+    write_out(world, namespace, hashes)
+    world.restart()
+    namespace = world.open(SPEC)
+    reserved = world.reserve(namespace, None, hashes, ALICE, allowed_loss=Loss.BOUNDED)
+    assert reserved.lease is not None
+    assert world.reserve(namespace, None, hashes, BOB).covered_blocks == 1
+    world.commit(reserved.lease.id, ALICE)
+    write_out(world, namespace, hashes)
+    assert namespace.blocks[hashes[0]].ssd_loss is Loss.EXACT
+    world.check()
+
+
+def test_lossy_bytes_do_not_cover_an_exact_copy_on_the_ssd() -> None:
+    world = world_of(1, ssd_blocks=16)
+    namespace = world.open(SPEC)
+    hashes = chain(namespace, range(1))
+    world.put(namespace, hashes)
+    write_out(world, namespace, hashes)
+    world.restart()
+    namespace = world.open(SPEC)
+    reserved = world.reserve(namespace, None, hashes, ALICE, loss=Loss.BOUNDED)
+    assert (reserved.lease, reserved.covered_blocks) == (None, 1)
+    assert present(world, hashes) == 1
+
+
 # Restarts
 
 
