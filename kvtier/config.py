@@ -197,7 +197,9 @@ class Settings(BaseSettings):
         "only once it is used again.",
     )
     ssd_read_threads: Count = Field(
-        default=4, description="Reads from each SSD directory at the same time."
+        default=4,
+        description="Reads from each SSD directory at the same time; one more for blocks that need "
+        "no decoding.",
     )
     ssd_write_threads: Count = Field(
         default=8, description="Writes to each SSD directory at the same time."

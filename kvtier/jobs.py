@@ -29,6 +29,11 @@ class LoadJob:
     size_bytes: int
     stored_bytes: int
 
+    @property
+    def is_raw(self) -> bool:
+        """Whether the bytes on the SSD are the block's own; any other form is shorter."""
+        return self.stored_bytes == self.size_bytes
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteJob:

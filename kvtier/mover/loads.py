@@ -2,12 +2,16 @@
 
 A load has an answer whatever happens, but only once its read has returned: until then the medium
 may still write into its extent. What was queued when the directory went offline is given up.
+
+Blocks are decoded by the thread that read them. A block that needs no decoding doesn't wait for
+that: beside the reads of all blocks there is one of raw blocks only.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
 
@@ -38,7 +42,8 @@ class ShardLoads:
         self._context = context
         self._health = health
         self._readers = readers
-        self._queue: deque[LoadJob] = deque()
+        self._raw: deque[LoadJob] = deque()
+        self._coded: deque[LoadJob] = deque()
         self._work = asyncio.Event()
         self._none = asyncio.Event()
         self._none.set()
@@ -55,14 +60,16 @@ class ShardLoads:
         """Queue a load."""
         self._busy.begin()
         self._none.clear()
-        self._queue.append(job)
+        (self._raw if job.is_raw else self._coded).append(job)
         self._work.set()
         if not self._health.online:
             self.give_up()
 
     def give_up(self) -> None:
         """Answer all that has not begun: misses."""
-        jobs, self._queue = self._queue, deque()
+        jobs = [*self._raw, *self._coded]
+        self._raw.clear()
+        self._coded.clear()
         for job in jobs:
             self._context.store.reads.late(job)
             self._over(job, 0, self._health.cause)
@@ -78,11 +85,18 @@ class ShardLoads:
 
     async def run(self) -> None:
         """Load one after the other. Endless; as many run side by side as there are readers."""
+        await self._run(lambda: self._coded or self._raw)
+
+    async def run_raw(self) -> None:
+        """The same for blocks that need no decoding. Endless; one runs beside the others."""
+        await self._run(lambda: self._raw)
+
+    async def _run(self, queue: Callable[[], deque[LoadJob]]) -> None:
         while True:
-            while not self._queue:
+            while not queue():
                 self._work.clear()
                 await self._work.wait()
-            await self._load(self._queue.popleft())
+            await self._load(queue().popleft())
 
     async def _load(self, job: LoadJob) -> None:
         context = self._context

@@ -1,6 +1,6 @@
 """Runs one SSD directory's jobs: its threads, and the parts that use them.
 
-    loads       blocks from it                        ssd-read    (one more for the scrubber)
+    loads       blocks from it                        ssd-read    (more: raw blocks, scrubber)
     writes      blocks to it, ahead of the commits    codec, ssd-write
     commits     its transactions, in order            ssd-commit
     health      whether it works                      ssd-commit
@@ -48,7 +48,7 @@ class ShardMover:
         """Start no work yet; the tasks do."""
         config, number = context.config, context.number
         self._context = context
-        self._readers = ThreadPoolExecutor(config.read_threads + 1, f"ssd{number}-read")
+        self._readers = ThreadPoolExecutor(config.read_threads + 2, f"ssd{number}-read")
         self._writers = ThreadPoolExecutor(config.write_threads, f"ssd{number}-write")
         self._committer = ThreadPoolExecutor(1, f"ssd{number}-commit")
         health = self._health = ShardHealth(context)
@@ -79,6 +79,7 @@ class ShardMover:
             ("commit", self._commits.run),
             ("scrub", self._scrubber.run),
             ("recover", self._recover),
+            ("load-raw", self._loads.run_raw),
         ]
         works += [(f"load-{i}", self._loads.run) for i in range(self._context.config.read_threads)]
         return [(f"ssd{number}-{name}", work) for name, work in works]

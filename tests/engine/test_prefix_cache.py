@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from engine_adapter.mla import EngineConfig, MlaEngine, PrefixCache, SamplingParams
 from kvtier.hashing import namespace_digest
+from kvtier.types import Loss
 from tests.engine.fake_kvtier import FakeClient
 
 CHUNKS = EngineConfig(chunk_tokens=128)
@@ -205,3 +206,25 @@ def test_kvtier_learns_how_fast_the_engine_prefills(tiny_mla: Path, text_ids: li
         cached.generate([text_ids[start : start + 200]], GREEDY)
     assert client.speeds[0] == 0.0
     assert client.speeds[1] > 0.0
+
+
+def test_what_is_computed_behind_lossy_blocks_is_stored_as_lossy(
+    tiny_mla: Path, text_ids: list[int]
+) -> None:
+    client = FakeClient()
+    cached_engine(tiny_mla, client).generate([text_ids[:200]], GREEDY)
+    (first, *_) = client.puts[0][1]
+    client.lossy.add(first)
+    before = len(client.puts)
+    exact = cached_engine(tiny_mla, client)
+    [missed] = exact.generate([text_ids[:300]], GREEDY)
+    assert missed.cached_tokens == {}, "an engine that wants exact bytes"
+    assert {first} == client.lossy
+    cache = PrefixCache(client, allowed_loss=Loss.BOUNDED)
+    lossy = MlaEngine(tiny_mla, dtype=torch.float32, prefix_cache=cache, config=CHUNKS)
+    del client.puts[before:]
+    [hit] = lossy.generate([[*text_ids[:300], *text_ids[:100]]], GREEDY)
+    assert sum(hit.cached_tokens.values()) == 256
+    stored = [key for _, hashes in client.puts[before:] for key in hashes]
+    assert len(stored) == 2
+    assert {first, *stored} == client.lossy

@@ -64,6 +64,7 @@ class FakeTier(BlockTier):
         limit_bytes: What usage() says of room.
         violations: What the mover must not do, and did.
         unnamed: Blocks written and neither committed nor discarded.
+        saved_bytes: How much shorter stored forms are said to be; 0: they are raw.
     """
 
     def __init__(self) -> None:
@@ -77,6 +78,7 @@ class FakeTier(BlockTier):
         self.kept: Sequence[int] | None = None
         self.limit_bytes = CAPACITY_BYTES
         self.violations: list[str] = []
+        self.saved_bytes = 0
         self._guard = threading.Lock()
 
     def _begin(self, name: str, key: BlockHash | None = None) -> None:
@@ -112,7 +114,8 @@ class FakeTier(BlockTier):
             self.unnamed[block.meta.hash] += 1
             self._end("write", block.meta.hash)
         kept = replace(block, payload=block.payload.copy())
-        return WrittenBlock(kept, block.payload.size, self.segment, (Piece(0, 4096),))
+        stored_bytes = block.payload.size - self.saved_bytes
+        return WrittenBlock(kept, stored_bytes, self.segment, (Piece(0, 4096),))
 
     def discard(self, written: WrittenBlock) -> None:
         with self._guard:

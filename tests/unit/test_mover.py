@@ -101,19 +101,39 @@ async def test_blocks_go_to_their_disks_and_come_back() -> None:
         assert await made.mover.settle(20.0)
 
 
-async def test_as_many_reads_in_flight_as_there_are_threads() -> None:
+@pytest.mark.parametrize(("saved_bytes", "most"), [(1, 4), (0, 5)], ids=["coded", "raw"])
+async def test_as_many_reads_in_flight_as_there_are_threads(saved_bytes: int, most: int) -> None:
     """User report 28. In prefix order, and no more than that."""
     async with world() as made:
         hashes = chain("deep", 32)
+        made.tiers[0].saved_bytes = saved_bytes
         await made.put_on_ssd(hashes)
         gate = made.tiers[0].hook = Gate("read")
         lease = made.acquire(hashes)
         assert lease is not None
-        await made.until(lambda: gate.waiting == 4, "four reads in flight")
+        await made.until(lambda: gate.waiting == most, "so many reads in flight")
         gate.open()
         await made.until(lambda: lease.ready == 32, "all is loaded")
-        assert gate.most == 4
-        assert set(gate.seen[:4]) == set(hashes[:4]), "the first blocks first"
+        assert gate.most == most
+        assert set(gate.seen[:most]) == set(hashes[:most]), "the first blocks first"
+
+
+async def test_decoding_does_not_delay_a_block_that_needs_none() -> None:
+    async with world() as made:
+        tier, coded, raw = made.tiers[0], chain("coded", 32), chain("raw", 8)
+        await made.put_on_ssd(raw)
+        tier.saved_bytes = 1
+        await made.put_on_ssd(coded)
+        gate = Gate("read")
+        tier.hook = lambda name, key: gate(name, key) if key in coded else None
+        slow, quick = made.acquire(coded), made.acquire(raw)
+        assert slow is not None
+        assert quick is not None
+        await made.until(lambda: gate.waiting == 4, "all readers of coded blocks are busy")
+        await made.until(lambda: quick.ready == 8, "the raw blocks are there")
+        assert slow.ready == 0
+        gate.open()
+        await made.until(lambda: slow.ready == 32, "and then the others")
 
 
 async def test_blocks_are_written_while_others_are_committed(
@@ -542,14 +562,14 @@ async def test_a_read_that_hangs_is_a_miss_in_time() -> None:
         held = made.store.tiers.host.pinned_bytes
         made.store.reads.release(lease.id, lease.group)
         assert held > made.store.tiers.host.pinned_bytes >= gate.waiting * BLOCK_BYTES, "extents"
-        assert len(made.store.reads.kept()) < 4 + 64 // 2, "what was queued there is given up"
+        assert len(made.store.reads.kept()) < 5 + 64 // 2, "what was queued there is given up"
         gate.open()
         await made.until(lambda: made.online(0), "back, nothing is lost")
         await made.until(lambda: not made.store.tiers.host.pinned_bytes, "extents are free")
         assert all(made.stored(hashes))
         here = [key for key in hashes if made.namespace.blocks[key].place.shard == 0]
         late = made.store.counters.late_loads
-        assert len(here) - 3 <= late <= len(here), "a read that hangs, and what waited behind it"
+        assert len(here) - 4 <= late <= len(here), "a read that hangs, and what waited behind it"
         again = made.acquire(hashes)
         assert again is not None
         await made.until(lambda: again.ready == 64, "all is loaded")
@@ -701,7 +721,7 @@ async def test_scrubbing_waits_for_loads(scrubbing: None) -> None:
         await made.until(lambda: len(tier.done("scrub")) > 8, "round after round")
         gate = tier.hook = Gate("read")
         lease = made.acquire(hashes)
-        await made.until(lambda: gate.waiting == 4, "loads in flight")
+        await made.until(lambda: gate.waiting == 5, "loads in flight")
         await asyncio.sleep(0.01)  # One slice may have been under way.
         seen = len(tier.done("scrub"))
         await asyncio.sleep(0.05)
