@@ -167,10 +167,9 @@ def load_config(checkpoint_dir: Path) -> ModelConfig:
         raise fields.fail("kv_lora_rank", "is absent: not a multi-head latent attention model")
     family = _family(fields)
     _refuse_unsupported(fields, family)
-    name = fields.get("_name_or_path")
     bos = fields.get("bos_token_id")
     return ModelConfig(
-        name=name if isinstance(name, str) and name else checkpoint_dir.resolve().name,
+        name=checkpoint_name(fields, checkpoint_dir),
         family=family,
         vocab_size=fields.size("vocab_size"),
         max_tokens=fields.size("max_position_embeddings"),
@@ -185,7 +184,7 @@ def load_config(checkpoint_dir: Path) -> ModelConfig:
         value_width=fields.size("v_head_dim"),
         norm_eps=fields.number("rms_norm_eps"),
         tied_embeddings=fields.flag("tie_word_embeddings", default=False),
-        rope=_rope(fields),
+        rope=rope_config(fields),
         moe=_moe(fields, family),
         bos_token_id=None if bos is None else fields.size("bos_token_id", minimum=0),
         eos_token_ids=_eos_token_ids(fields),
@@ -265,8 +264,20 @@ def _moe(fields: Fields, family: Family) -> MoeConfig | None:
     return moe
 
 
-def _rope(fields: Fields) -> RopeConfig:
-    """transformers 5 keeps all of it in rope_parameters; older files have two keys."""
+def checkpoint_name(fields: Fields, checkpoint_dir: Path) -> str:
+    """The model's public name, where its config.json states one; else its directory's."""
+    name = fields.get("_name_or_path")
+    return name if isinstance(name, str) and name else checkpoint_dir.resolve().name
+
+
+def rope_config(fields: Fields) -> RopeConfig:
+    """The rotary keys of a config.json.
+
+    transformers 5 keeps all of it in rope_parameters; older files have two keys.
+
+    Raises:
+        CheckpointError: a scaling other than YaRN, or a value out of range.
+    """
     scaling = fields.nested("rope_parameters") or fields.nested("rope_scaling")
     outer = fields.number("rope_theta", default=10_000.0)
     if scaling is None:

@@ -24,7 +24,8 @@ from engine_adapter.mla.prefix_cache import PrefixCache, SequenceBlocks, namespa
 from engine_adapter.mla.request import Completion, Request, Residency, Token
 from engine_adapter.mla.sampling import FinishReason, SamplingParams
 from engine_adapter.mla.tokenizer import Tokenizer
-from engine_adapter.mla.weights import load_weights, weight_files
+from engine_adapter.mla.weights import load_weights
+from engine_adapter.namespaces import checkpoint_files
 from kvtier.errors import KvtierError
 from kvtier.types import NamespaceSpec
 
@@ -108,7 +109,7 @@ class MlaEngine:
         self.namespace: NamespaceSpec | None = None
         self._prefixes = None
         if prefix_cache is not None:
-            files = weight_files(checkpoint_dir)
+            files = checkpoint_files(checkpoint_dir)
             self.namespace = namespace_spec(self.model_config, files, dtype, prefix_cache.tenant)
             self._prefixes = prefix_cache.open(self.namespace)
         self._waiting: deque[Request] = deque()

@@ -19,7 +19,7 @@ from engine_adapter.mla.config import ModelConfig
 from engine_adapter.mla.paged_cache import PAGE_TOKENS, PagedCache
 from engine_adapter.namespaces import latent_rope, mla_namespace, rotary
 from kvtier.hashing import block_hashes, namespace_digest, root_hash, weights_revision
-from kvtier.types import BlockHash, Component, Loss, NamespaceSpec, RopeSpec, Tier
+from kvtier.types import BlockHash, Loss, NamespaceSpec, Tier
 
 Buffer = npt.NDArray[np.uint8]
 

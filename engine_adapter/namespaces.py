@@ -1,0 +1,74 @@
+"""What an MLA cache is called: the same for every engine, so that engines share blocks.
+
+Two engines that compute the same checkpoint in the same dtype must arrive at the same namespace to
+the last byte; so this is the only place where one is put together from a Hugging Face checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+
+from engine_adapter.mla.config import RopeConfig
+from engine_adapter.mla.weights import weight_files
+from kvtier.types import Component, NamespaceSpec, RopeSpec
+
+
+def checkpoint_files(checkpoint_dir: Path) -> list[Path]:
+    """The files whose content decides what a model computes: weights, and config.json.
+
+    Both go into the namespace's weights revision: another epsilon or another number of experts a
+    token, over the same weights, is another cache.
+
+    Raises:
+        CheckpointError: there are no safetensors, or one is missing.
+    """
+    return [*weight_files(checkpoint_dir), checkpoint_dir / "config.json"]
+
+
+def latent_rope(layers: int, block_tokens: int, record_width: int, dtype: torch.dtype) -> Component:
+    """The one component of an MLA block: (layers, block_tokens, record_width), C-contiguous.
+
+    A record is the normed latent, then the rotated key.
+    """
+    name = str(dtype).removeprefix("torch.")
+    return Component("latent_rope", name, (layers, block_tokens, record_width))
+
+
+def rotary(width: int, rope: RopeConfig) -> RopeSpec:
+    """Rotation of pairs side by side, as DeepSeek's models have it.
+
+    Args:
+        width: Elements of the rotated key.
+        rope: How it is rotated.
+    """
+    parameters: dict[str, object] = {"rope_type": "default", "theta": rope.theta}
+    if rope.yarn is not None:
+        parameters |= {"rope_type": "yarn", **dataclasses.asdict(rope.yarn)}
+    pairs = sorted((name, json.dumps(value)) for name, value in parameters.items())
+    return RopeSpec("interleaved", width, tuple(pairs))
+
+
+def mla_namespace(
+    model_id: str, weights_revision: str, component: Component, rope: RopeSpec, tenant: str
+) -> NamespaceSpec:
+    """The namespace of one model's MLA blocks.
+
+    Args:
+        model_id: The model's public name (mla.config.checkpoint_name).
+        weights_revision: hashing.weights_revision of checkpoint_files().
+        component: As latent_rope() makes it.
+        rope: As rotary() makes it.
+        tenant: Blocks are shared only within a tenant.
+    """
+    return NamespaceSpec(
+        model_id=model_id,
+        weights_revision=weights_revision,
+        components=(component,),
+        rope=rope,
+        block_tokens=component.shape[1],
+        tenant=tenant,
+    )
