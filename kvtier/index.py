@@ -42,11 +42,15 @@ class Place:
         shard: Number of the directory.
         segment: Number of the segment there; None for blocks that are being written.
         online: Its blocks can be read now. Taking a million blocks out is one assignment.
+        stored_bytes: Of its STORED blocks' stored forms.
+        block_bytes: Of the same blocks themselves.
     """
 
     shard: int
     segment: int | None
     online: bool = True
+    stored_bytes: int = 0
+    block_bytes: int = 0
 
 
 NOWHERE = Place(shard=0, segment=None, online=False)

@@ -23,6 +23,7 @@ class Counters:
     missed_tokens: int = 0
     stored_blocks: int = 0
     stored_bytes: int = 0
+    logical_bytes: int = 0
     skipped_blocks: int = 0
     refused_blocks: int = 0
     host_evicted_blocks: int = 0

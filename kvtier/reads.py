@@ -226,6 +226,7 @@ class Reads:
         counters.ssd_hit_tokens += on_ssd * tokens
         counters.missed_blocks += requested - granted
         counters.missed_tokens += (requested - granted) * tokens
+        counters.logical_bytes += granted * namespace.size_bytes
 
     # Loads
 

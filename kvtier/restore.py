@@ -69,6 +69,9 @@ class Restore:
         order = np.flatnonzero(usable)
         order = order[np.argsort(rows["depth"][order])]
         made = self._make(rows, order, parents, homes, home_of, places, place_of)
+        if made:
+            sizes = np.array([home.size_bytes for home in homes])[home_of[order]]
+            _account(places, place_of[order], rows["stored_bytes"][order], sizes)
         self._hand_over(shards[order], rows["stamp"][order], made)
 
     def _make(
@@ -144,6 +147,18 @@ class Restore:
             shard.policy.insert_sorted(list(map(blocks.__getitem__, mine.tolist())), coldest_first)
         if blocks:
             self._tiers.restored(int(stamps.max()))
+
+
+def _account(
+    places: list[Place], place_of: Ints, stored: npt.NDArray[np.uint64], sizes: Ints
+) -> None:
+    """Add blocks, their stored and their own bytes, to what is at their places."""
+    # bincount adds up in float64: exact below 2^53 bytes.
+    stored_bytes = np.bincount(place_of, weights=stored, minlength=len(places)).tolist()
+    block_bytes = np.bincount(place_of, weights=sizes, minlength=len(places)).tolist()
+    for place, of_stored, of_blocks in zip(places, stored_bytes, block_bytes, strict=True):
+        place.stored_bytes += int(of_stored)
+        place.block_bytes += int(of_blocks)
 
 
 def _values(column: npt.NDArray[np.integer[Any]]) -> Iterable[int]:

@@ -105,6 +105,16 @@ class SsdShard:
         """Used once all that is queued is done."""
         return self.usage.used_bytes + self.queued_bytes - self.deleting_bytes
 
+    @property
+    def stored_bytes(self) -> int:
+        """Stored forms of its blocks, offline ones too."""
+        return sum(place.stored_bytes for place in self._places.values())
+
+    @property
+    def block_bytes(self) -> int:
+        """The same blocks themselves."""
+        return sum(place.block_bytes for place in self._places.values())
+
     def has_room(self, size_bytes: int) -> bool:
         """Whether a write fits without evictions."""
         return self.projected_bytes + size_bytes <= self.usage.limit_bytes
@@ -215,14 +225,17 @@ class SsdResidency:
                 self._lost.pop()
         return bool(self._lost)
 
+    def knows(self, block: Block) -> bool:
+        """Whether the SSD has a block, be it offline."""
+        return block.ssd is SsdState.STORED and self.shards[block.place.shard].knows(block.place)
+
     def is_stored(self, block: Block) -> bool:
         """Whether the SSD has a block, be it offline; forgets one whose segment is gone."""
+        if self.knows(block):
+            return True
         if block.ssd is not SsdState.STORED:
             return False
-        shard = self.shards[block.place.shard]
-        if shard.knows(block.place):
-            return True
-        self._forget(shard, block)
+        self._forget(self.shards[block.place.shard], block)
         self._index.prune(block)
         return False
 
@@ -230,6 +243,8 @@ class SsdResidency:
         """A stored block is gone from the medium."""
         shard.policy.remove(block)
         shard.touched.pop(block, None)
+        block.place.stored_bytes -= block.ssd_bytes
+        block.place.block_bytes -= block.namespace.size_bytes
         block.ssd, block.ssd_bytes, block.place = SsdState.ABSENT, 0, NOWHERE
 
     # Recency
@@ -435,6 +450,8 @@ class SsdResidency:
         if segment is not None:
             block.ssd, block.ssd_bytes, block.ssd_loss = SsdState.STORED, stored_bytes, loss
             block.place = shard.place(segment)
+            block.place.stored_bytes += stored_bytes
+            block.place.block_bytes += block.namespace.size_bytes
             shard.policy.insert(block, block.stamp)
             return
         block.ssd, block.place = SsdState.ABSENT, NOWHERE

@@ -283,19 +283,24 @@ class TieredStore:
         copies = {copy for lease in self.leases for copy in lease.copies} | self.reads.kept()
         for copy in copies:
             assert copy.block.linked or not copy.current, "a copy's block is out of its chain"
-        ready = stored = 0
+        ready = stored = stored_bytes = block_bytes = 0
         for namespace in self.index.namespaces.values():
             for block in namespace.blocks.values():
                 if block.host is not None:
                     copies.add(block.host)
                     ready += block.host.state is HostState.READY
                 stored += block.ssd is SsdState.STORED
+                if ssd is not None and ssd.knows(block):
+                    stored_bytes += block.ssd_bytes
+                    block_bytes += namespace.size_bytes
         extents = sorted([*(copy.extent for copy in copies), *self.writes.quarantined()])
         assert all(sum(a) <= b.offset_bytes for a, b in pairwise(extents)), "two owners share bytes"
         if not self.index.has_retired:
             assert ready == len(host), "the host policy has other blocks than the index"
             if ssd is not None:
                 assert stored == len(ssd), "the SSD policy has other blocks than the index"
+                assert stored_bytes == sum(shard.stored_bytes for shard in ssd.shards)
+                assert block_bytes == sum(shard.block_bytes for shard in ssd.shards)
                 if not ssd.queued_bytes:
                     used = sum(extent.size_bytes for extent in extents)
                     assert used == host.extents.used_bytes, "arena bytes do not add up"

@@ -149,6 +149,7 @@ class Writes:
                 copies.append(copy)
                 behind = block
         self._counters.skipped_blocks += present
+        self._counters.logical_bytes += present * namespace.size_bytes
         covered = len(hashes) if refusal is Refusal.NONE else at
         self._counters.refused_blocks += len(hashes) - covered
         if not copies:
@@ -248,6 +249,7 @@ class Writes:
             block = copy.block
             if copy.current and block.listed:
                 self._counters.stored_bytes += copy.extent.size_bytes
+                self._counters.logical_bytes += block.namespace.size_bytes
                 block.stamp = tiers.stamp_behind(block.parent)
                 block.born_s = tiers.wall_s
                 fresh.append(block)

@@ -57,6 +57,8 @@ class ShardStatus:
         queued_bytes: On their way there.
         written_bytes: Since its store was created.
         read_bytes_per_s: As of its last loads; 0: not measured yet.
+        stored_bytes: Stored forms of its blocks.
+        block_bytes: The same blocks as engines delivered them.
     """
 
     directory: str
@@ -67,6 +69,8 @@ class ShardStatus:
     queued_bytes: int
     written_bytes: int
     read_bytes_per_s: float
+    stored_bytes: int
+    block_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

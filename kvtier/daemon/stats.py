@@ -39,6 +39,8 @@ class ShardState:
     queued_bytes: int
     written_bytes: int
     read_bytes_per_s: float
+    stored_bytes: int
+    block_bytes: int
 
 
 def shard_states(store: TieredStore, settings: Settings) -> list[ShardState]:
@@ -54,6 +56,8 @@ def shard_states(store: TieredStore, settings: Settings) -> list[ShardState]:
             queued_bytes=shard.queued_bytes,
             written_bytes=shard.usage.written_bytes,
             read_bytes_per_s=shard.speed.bytes_per_s or 0.0,
+            stored_bytes=shard.stored_bytes,
+            block_bytes=shard.block_bytes,
         )
         for directory, shard in zip(
             settings.ssd_directories, ssd.shards if ssd is not None else (), strict=True
@@ -280,6 +284,8 @@ _SHARD = {
     "blocks": "Blocks in it, as of its last commit.",
     "queued_bytes": "Bytes on their way to it.",
     "read_bytes_per_s": "How fast its last reads were; 0: not measured yet.",
+    "stored_bytes": "Stored forms of its blocks.",
+    "block_bytes": "The same blocks as engines delivered them.",
 }
 _WEAR = {
     "written_today_bytes": "Block bytes written to the SSDs in 24 hours, since the start.",
@@ -295,6 +301,8 @@ _PLAIN = {
     "missed_tokens": "Tokens asked for by Acquire and not granted.",
     "stored_blocks": "Blocks made visible by Commit.",
     "stored_bytes": "Bytes made visible by Commit.",
+    "logical_bytes": "Bytes that requests' cached tokens would take, each request for itself: "
+    "granted by Acquire, found present by Reserve, or made visible by Commit.",
     "skipped_blocks": "Leading blocks that Reserve found present.",
     "refused_blocks": "Blocks that Reserve had no room for.",
     "demotions_shed_blocks": "Blocks that left RAM unwritten because the SSD did not keep up.",

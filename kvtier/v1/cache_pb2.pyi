@@ -456,7 +456,7 @@ class TierStats(_message.Message):
     def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., healthy: bool = ...) -> None: ...
 
 class ShardStats(_message.Message):
-    __slots__ = ("directory", "online", "capacity_bytes", "used_bytes", "blocks", "queued_bytes", "written_bytes", "read_bytes_per_s")
+    __slots__ = ("directory", "online", "capacity_bytes", "used_bytes", "blocks", "queued_bytes", "written_bytes", "read_bytes_per_s", "stored_bytes", "block_bytes")
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     ONLINE_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -465,6 +465,8 @@ class ShardStats(_message.Message):
     QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     directory: str
     online: bool
     capacity_bytes: int
@@ -473,7 +475,9 @@ class ShardStats(_message.Message):
     queued_bytes: int
     written_bytes: int
     read_bytes_per_s: float
-    def __init__(self, directory: _Optional[str] = ..., online: bool = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., read_bytes_per_s: _Optional[float] = ...) -> None: ...
+    stored_bytes: int
+    block_bytes: int
+    def __init__(self, directory: _Optional[str] = ..., online: bool = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., read_bytes_per_s: _Optional[float] = ..., stored_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ...) -> None: ...
 
 class SsdWear(_message.Message):
     __slots__ = ("written_today_bytes", "budget_level", "lifetime_days", "written_per_served_byte")
