@@ -8,6 +8,9 @@ without kvtier, and every later phase must generate exactly the same tokens:
     host      more turns about the same file: its prefix is in RAM
     ssd       all turns again, after other files have pushed theirs out of RAM
     restart   the same after kill -9 of the daemon
+
+With a lossy --ssd-codec the last two read blocks that are not quite what was stored: they tell how
+often the engine chose the reference's token instead (top-1 agreement).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,10 +34,13 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from kvtier.client import Client
+from kvtier.codec import codec_by_name
+from kvtier.codec.base import Codec
 from kvtier.errors import ConfigError
 from kvtier.hashing import block_hashes, namespace_digest, root_hash
 from kvtier.process import DaemonProcess
-from kvtier.types import BlockHash, Tier
+from kvtier.sizes import rounded_size
+from kvtier.types import BlockHash, Loss, Tier
 
 FILES = ("socket.py", "queue.py", "shelve.py", "sched.py", "contextlib.py", "selectors.py")
 DOCUMENTS = 4
@@ -50,7 +57,9 @@ FLUSH_TIMEOUT_S = 30.0
 HOST_SPEEDUP = 8.0
 SSD_SPEEDUP = 5.0
 LONG_PROMPT_TOKENS = 2000
-TABLE_WIDTH = 110
+TABLE_WIDTH = 116
+WHOLE = ("phase", "tokens", "on SSD")
+"""Columns whose words are not broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +93,16 @@ class Phase:
     reference_ttft_s: list[float] = field(default_factory=list)
     tokens_per_s: list[float] = field(default_factory=list)
     differing_turns: list[str] = field(default_factory=list)
+    lossy: bool = False
+    stored_bytes: int = 0
+    block_bytes: int = 0
+    agreed: int = 0
+    compared: int = 0
+
+    @property
+    def top1(self) -> float:
+        """How often the engine chose the reference's token, wherever both had the same context."""
+        return self.agreed / self.compared if self.compared else 1.0
 
     def add(self, turn: Turn, completion: Any) -> None:
         """Note one answer."""
@@ -94,8 +113,18 @@ class Phase:
             self.long_ttft_s.append(completion.ttft_s)
         self.reference_ttft_s.append(turn.ttft_s)
         self.tokens_per_s.append(completion.decode_tokens_per_s)
-        if completion.token_ids != turn.answer:
+        pairs = list(zip(completion.token_ids, turn.answer, strict=True))
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self.agreed += same
+        self.compared += min(same + 1, len(pairs))  # Behind a difference the contexts differ, too.
+        if same < len(pairs):
             self.differing_turns.append(turn.name)
+
+    def note_stored(self, client: Client) -> None:
+        """What the blocks on the SSD take there, and take as the engine delivered them."""
+        shards = client.stats().shards
+        self.stored_bytes = sum(shard.stored_bytes for shard in shards)
+        self.block_bytes = sum(shard.block_bytes for shard in shards)
 
     def as_json(self) -> dict[str, Any]:
         """For --json."""
@@ -107,6 +136,10 @@ class Phase:
             "ttft_ms": round(1000 * statistics.median(self.ttft_s), 2),
             "tokens_per_s": round(statistics.median(self.tokens_per_s), 1),
             "tokens_equal": not self.differing_turns,
+            "lossy": self.lossy,
+            "top1": round(self.top1, 4),
+            "stored_bytes": self.stored_bytes,
+            "block_bytes": self.block_bytes,
         }
 
 
@@ -118,11 +151,12 @@ class Outcome:
     hit_rate: dict[str, float]
     ssd: dict[str, float]
     shown: Turn
+    ssd_codec: str
 
     @property
     def tokens_equal(self) -> bool:
-        """Every phase generated exactly the reference's tokens."""
-        return not any(phase.differing_turns for phase in self.phases)
+        """Every phase that reads exact bytes generated exactly the reference's tokens."""
+        return not any(phase.differing_turns for phase in self.phases if not phase.lossy)
 
     def speedup(self, name: str) -> float:
         """Median TTFT of long prompts, cold over `name`."""
@@ -134,7 +168,7 @@ class Outcome:
         found = [
             f"phase {phase.name}: other tokens than the reference in {', '.join(turns)}"
             for phase in self.phases
-            if (turns := phase.differing_turns)
+            if not phase.lossy and (turns := phase.differing_turns)
         ]
         for phase in self.phases:
             tier = {"host": Tier.HOST, "ssd": Tier.SSD, "restart": Tier.SSD}.get(phase.name)
@@ -154,6 +188,7 @@ class Outcome:
             "speedup": {n: round(self.speedup(n), 1) for n in ("host", "ssd", "restart")},
             "hit_rate": self.hit_rate,
             "ssd": self.ssd,
+            "ssd_codec": self.ssd_codec,
             "problems": self.problems(),
         }
 
@@ -163,15 +198,19 @@ def demo(
     checkpoint: Annotated[
         Path | None, typer.Option(help="An MLA checkpoint directory; default: tiny-mla.")
     ] = None,
+    ssd_codec: Annotated[
+        str, typer.Option(help="Stored form of blocks on the SSD, as the setting ssd_codec.")
+    ] = "lossless",
 ) -> None:
     """Serve real prompts cold, from RAM, from SSD and after kill -9, and compare every token."""
+    codec = codec_by_name(ssd_codec)
     checkpoint = checkpoint or default_checkpoint()
     console = Console(stderr=json_output, width=None if sys.stderr.isatty() else TABLE_WIDTH)
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-demo-") as directory,
         Progress(console=Console(stderr=True), transient=True) as progress,
     ):
-        outcome = Demo(checkpoint, Path(directory), progress).run()
+        outcome = Demo(checkpoint, codec, Path(directory), progress).run()
     show(outcome, console)
     if json_output:
         print(json.dumps(outcome.as_json()))
@@ -194,7 +233,7 @@ def default_checkpoint() -> Path:
 class Demo:
     """One run: an engine without kvtier, an engine with it, and a daemon."""
 
-    def __init__(self, checkpoint: Path, directory: Path, progress: Progress) -> None:
+    def __init__(self, checkpoint: Path, codec: Codec, directory: Path, progress: Progress) -> None:
         # Daemon and engine share the cores: threads that spin while they wait would starve both.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         # Engines need torch; the daemon and every other command do not.
@@ -203,6 +242,7 @@ class Demo:
         self._engine_class = MlaEngine
         self._params = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
         self._checkpoint = checkpoint
+        self._codec = codec
         self._directory = directory
         self._progress = progress
 
@@ -219,12 +259,15 @@ class Demo:
             reference.ttft_s.append(turn.ttft_s)
             reference.reference_ttft_s.append(turn.ttft_s)
             reference.tokens_per_s.append(turn.tokens_per_s)
-        phases = {name: Phase(name) for name in ("cold", "host", "ssd", "restart")}
+        lossy = self._codec.loss is not Loss.EXACT
+        phases = {name: Phase(name) for name in ("cold", "host")}
+        phases |= {name: Phase(name, lossy=lossy) for name in ("ssd", "restart")}
         with (
             DaemonProcess(
                 self._directory,
                 host_capacity_bytes=HOST_CAPACITY_BYTES,
                 ssd_capacity_bytes=SSD_CAPACITY_BYTES,
+                ssd_codec=self._codec.name,
             ) as daemon,
             Client(daemon.address, name="demo", acquire_timeout_s=1.0) as client,
         ):
@@ -234,8 +277,10 @@ class Demo:
                 self._serve(engine, phases["cold"], _about(document, first), task)
                 self._serve(engine, phases["host"], _about(document, later), task)
                 self._flush(client, engine, _about(document, turns))
+            phases["host"].note_stored(client)
             task = self._task("ssd", len(turns))
             self._serve(engine, phases["ssd"], round_robin, task)
+            phases["ssd"].note_stored(client)
             stats = [client.stats()]
             daemon.kill()
             daemon.start()
@@ -243,18 +288,25 @@ class Demo:
                 raise ConfigError("the client did not attach to the restarted daemon")
             task = self._task("restart", len(turns))
             self._serve(engine, phases["restart"], round_robin, task)
+            phases["restart"].note_stored(client)
             stats.append(client.stats())
         counters: Counter[str] = Counter()
         for stat in stats:
             counters.update(dict(stat.counters))
         return Outcome(
-            [reference, *phases.values()], _hit_rates(counters), _ssd_rates(counters), turns[0]
+            [reference, *phases.values()],
+            _hit_rates(counters),
+            _ssd_rates(counters),
+            turns[0],
+            self._codec.name,
         )
 
     def _engine(self, client: Client | None) -> Any:
         from engine_adapter.mla import PrefixCache
 
-        cache = PrefixCache(client) if client is not None else None
+        cache = None
+        if client is not None:
+            cache = PrefixCache(client, allowed_loss=self._codec.loss)
         engine = self._engine_class(self._checkpoint, prefix_cache=cache)
         engine.generate([[1, 2, 3]], self._params)  # Thread pools and kernels warm up once.
         return engine
@@ -354,6 +406,12 @@ def _ssd_rates(counters: Counter[str]) -> dict[str, float]:
     }
 
 
+def _tokens(phase: Phase) -> str:
+    if phase.lossy:
+        return f"top-1 {phase.top1:.1%}"
+    return "differ" if phase.differing_turns else "equal"
+
+
 def show(outcome: Outcome, console: Console) -> None:
     """The tables, for people."""
     table = Table(title="kvtier demo: the same turns, with and without kvtier")
@@ -367,8 +425,10 @@ def show(outcome: Outcome, console: Console) -> None:
         "speed-up",
         "tokens/s",
         "tokens",
+        "on SSD",
     ):
-        table.add_column(column, justify="left" if column == "phase" else "right")
+        left = column == "phase"
+        table.add_column(column, justify="left" if left else "right", no_wrap=column in WHOLE)
     for phase in outcome.phases:
         ratios = [a / b for a, b in zip(phase.reference_ttft_s, phase.ttft_s, strict=True)]
         table.add_row(
@@ -380,14 +440,20 @@ def show(outcome: Outcome, console: Console) -> None:
             f"{1000 * _median(phase.ttft_s):.1f}",
             f"{_median(ratios):.1f}x",
             f"{_median(phase.tokens_per_s):.0f}",
-            "differ" if phase.differing_turns else "equal",
+            _tokens(phase),
+            rounded_size(phase.stored_bytes) if phase.stored_bytes else "",
         )
     console.print(table)
     console.print(
         f"hit rate: host {outcome.hit_rate['host']:.1%}, SSD {outcome.hit_rate['ssd']:.1%}; "
         f"SSD write {outcome.ssd['write_gbps']:.2f} GB/s, read {outcome.ssd['read_gbps']:.2f} GB/s"
     )
-    console.print(f"{outcome.shown.name}, as answered in every phase:", style="bold")
+    last = outcome.phases[-1]
+    console.print(
+        f"on the SSD as {outcome.ssd_codec}: {rounded_size(last.stored_bytes)} for "
+        f"{rounded_size(last.block_bytes)} of blocks ({last.stored_bytes / last.block_bytes:.3f})"
+    )
+    console.print(f"{outcome.shown.name}, as answered without kvtier:", style="bold")
     console.print(outcome.shown.text, markup=False, highlight=False)
     for problem in outcome.problems():
         console.print(f"FAILED: {problem}", style="red")

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BASE = "types errors"
 CORE = (
-    "hashing extents arena admission index leases jobs residency endurance speed"
+    "hashing extents arena admission events index leases jobs residency endurance speed"
     " shards tiers reads writes restore metrics sizes addresses process"
 )
 
@@ -45,6 +45,7 @@ MAY_IMPORT = [
     ("tier.ssd*", f"{BASE} hashing extents codec codec.* tier.base tier.ssd*"),
     ("tier.*", f"{BASE} hashing extents addresses arena codec codec.* tier.base"),
     ("index", f"{BASE} extents"),
+    ("events", f"{BASE} index"),
     ("leases", f"{BASE} extents index"),
     ("jobs", f"{BASE} index tier.base"),
     ("admission", BASE),
@@ -72,8 +73,10 @@ MAY_IMPORT = [
         " mover.progress v1* daemon*",
     ),
     ("client*", f"{BASE} hashing extents arena addresses codec.base v1* client*"),
-    ("cli.demo", f"{BASE} {CORE} config* client* cli* engine_adapter*"),
-    ("cli*", f"{BASE} {CORE} config* tier.* v1* daemon* client* cli*"),
+    ("footprint", ""),
+    ("footprint.*", f"{BASE} codec codec.base footprint.*"),
+    ("cli.demo", f"{BASE} {CORE} config* codec* client* cli* engine_adapter*"),
+    ("cli*", f"{BASE} {CORE} config* tier.* v1* daemon* client* cli* footprint*"),
     ("__main__", "cli*"),
     ("engine_adapter*", f"{BASE} hashing extents arena codec.base client* engine_adapter*"),
     ("bench*", "* engine_adapter* bench*"),
@@ -98,7 +101,7 @@ HOME_OF = {
 }
 
 STANDARD_LIBRARY_ONLY = (
-    "types errors admission endurance speed extents metrics index leases jobs residency shards"
+    "types errors admission endurance speed extents metrics events index leases jobs residency shards"
     " tiers reads writes store policy.*"
 )
 
