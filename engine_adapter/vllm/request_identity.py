@@ -1,0 +1,180 @@
+"""What besides its tokens makes a request's cache: adapter, salt, images.
+
+Whatever can't be named by its content is not cached: a miss costs time, a wrong hit costs trust.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from engine_adapter.vllm.chain import HashChain
+from kvtier.errors import KvtierError
+from kvtier.hashing import namespace_digest, root_hash, weights_revision
+from kvtier.types import NamespaceSpec
+
+log = logging.getLogger(__name__)
+
+KNOWN_KINDS = frozenset({"lora", "mm", "cache_salt"})
+"""Kinds of extra keys in vLLM's own block hashes that this module covers."""
+
+
+class Unidentified(KvtierError):
+    """Something that can't be named by its content; the message says what."""
+
+
+class Adapter(Protocol):
+    """vllm.lora.request.LoRARequest."""
+
+    lora_int_id: int
+    lora_path: str
+    load_inplace: bool
+
+
+class Span(Protocol):
+    """Where a medium's placeholder tokens are."""
+
+    offset: int
+    length: int
+
+
+class Medium(Protocol):
+    """vllm.multimodal.inputs.MultiModalFeatureSpec."""
+
+    identifier: str | None
+    mm_position: Span
+
+
+class IdentifiedRequest(Protocol):
+    """What of vllm.v1.request.Request says whose cache it is."""
+
+    request_id: str
+    cache_salt: str | None
+    prompt_embeds: object | None
+    resumable: bool
+
+    @property
+    def lora_request(self) -> Adapter | None:
+        """The adapter it runs with."""
+
+    @property
+    def mm_features(self) -> Sequence[Medium]:
+        """Its images, sounds and so on, by position."""
+
+
+class RequestIdentifier:
+    """Names requests.
+
+    Args:
+        block_tokens: Tokens a kvtier block.
+        kinds_of: The kinds of extra keys that vLLM itself hashes for a request.
+    """
+
+    def __init__(
+        self, block_tokens: int, kinds_of: Callable[[IdentifiedRequest], Collection[str]]
+    ) -> None:
+        self._block_tokens = block_tokens
+        self._kinds_of = kinds_of
+        self._adapters = AdapterDigests()
+        self._said: set[str] = set()
+
+    def chain(self, spec: NamespaceSpec, request: IdentifiedRequest) -> HashChain | None:
+        """The request's block hashes in a namespace; None if it can't be identified.
+
+        That is logged, once for each reason.
+        """
+        try:
+            self._require_known(request)
+            keys = media_keys(request.mm_features, self._block_tokens)
+            adapter = request.lora_request
+            lora = self._adapters.digest(adapter) if adapter is not None else b""
+        except Unidentified as error:
+            reason = str(error)
+            if reason not in self._said:
+                self._said.add(reason)
+                log.warning(
+                    "requests like %s run without kvtier's cache: %s (said once)",
+                    request.request_id,
+                    reason,
+                )
+            return None
+        salt = (request.cache_salt or "").encode()
+        root = root_hash(namespace_digest(spec), lora_digest=lora, cache_salt=salt)
+        return HashChain(root, self._block_tokens, keys)
+
+    def _require_known(self, request: IdentifiedRequest) -> None:
+        if request.prompt_embeds is not None:
+            raise Unidentified("its prompt has embeddings that are no token's")
+        if request.resumable:
+            raise Unidentified("its tokens may still change (a streaming session)")
+        unknown = set(self._kinds_of(request)) - KNOWN_KINDS
+        if unknown:
+            raise Unidentified(f"vLLM tells its blocks apart by {sorted(unknown)}")
+
+
+def media_keys(media: Sequence[Medium], block_tokens: int) -> Mapping[int, Sequence[bytes]]:
+    """Extra keys of the blocks that media reach into: identifier, and where it starts from there.
+
+    Args:
+        media: By position.
+        block_tokens: Tokens a block.
+
+    Raises:
+        Unidentified: one has no hash.
+    """
+    keys: dict[int, list[bytes]] = {}
+    for medium in media:
+        if not medium.identifier:
+            raise Unidentified("it has an image, video or sound without a hash")
+        start, length = medium.mm_position.offset, medium.mm_position.length
+        if length < 1:
+            continue
+        last = (start + length - 1) // block_tokens
+        for block in range(start // block_tokens, last + 1):
+            key = json.dumps(["mm", medium.identifier, start - block * block_tokens])
+            keys.setdefault(block, []).append(key.encode())
+    return keys
+
+
+class AdapterDigests:
+    """Content digests of LoRA adapters.
+
+    vLLM keeps an adapter by its id and reads its files when it likes. So the digest belongs to the
+    id, taken when the id is first seen; files that changed since then make it unknown what vLLM
+    computes with. An adapter that is to be loaded in place of an older one is read again.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[object, bytes]] = {}
+
+    def digest(self, adapter: Adapter) -> bytes:
+        """32 bytes that name the adapter's content. Reads its files once (weights_revision).
+
+        Raises:
+            Unidentified: its files can't be read, or are not those that were first seen.
+        """
+        path = adapter.lora_path
+        try:
+            files = sorted(
+                file
+                for pattern in ("adapter_config.json", "*.safetensors", "*.bin", "*.pt")
+                for file in Path(path).glob(pattern)
+            )
+            state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+            if len(files) < 2:
+                raise Unidentified(f"adapter {path}: no adapter_config.json and weights there")
+            known = self._known.get(adapter.lora_int_id)
+            if known is not None and known[0] == state:
+                return known[1]
+            if known is not None and not adapter.load_inplace:
+                raise Unidentified(
+                    f"the files of adapter {path} changed under it: load it under another id"
+                )
+            digest = bytes.fromhex(weights_revision(files))
+        except OSError as error:
+            raise Unidentified(f"adapter {path} can't be read: {error}") from error
+        self._known[adapter.lora_int_id] = (state, digest)
+        return digest

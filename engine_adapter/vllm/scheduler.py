@@ -1,0 +1,308 @@
+"""The scheduler's side: what of a request is cached, what to load where, what to store.
+
+Looks up without side effects and never touches bytes. Everything it decides goes to the workers in
+the step's Plan; so nothing is leased for a request that is not scheduled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from engine_adapter.vllm.chain import HashChain
+from engine_adapter.vllm.model_identity import Geometry, rank_namespace
+from engine_adapter.vllm.plan import Load, Plan, Report, Store
+from engine_adapter.vllm.request_identity import RequestIdentifier
+from engine_adapter.vllm.settings import Settings
+from engine_adapter.vllm.stats import KvtierStats
+from kvtier.client import Client, GetResult
+from kvtier.types import Loss, NamespaceSpec, Tier
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+
+LOOKUP_AGE_S = 1.0
+"""How long the answer about a request that waits is good for: vLLM asks again in every step."""
+
+SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.SSD: CacheHitSource.DISK}
+
+
+class CachedRequest:
+    """One request's blocks, from its first lookup to its end.
+
+    Attributes:
+        request: vLLM's own.
+        chain: Its hashes.
+        local_tokens: What vLLM's own cache had, when it was last asked.
+        offered: Leading blocks that were loaded, or given to the workers to store.
+        loaded_pages: Where its blocks were loaded to.
+        may_load: False once a load failed: it computes, instead of trying again and again.
+        may_store: False if its pages may hold what was not computed from its tokens.
+    """
+
+    def __init__(self, request: Request, chain: HashChain) -> None:
+        self.request = request
+        self.chain = chain
+        self.may_load = True
+        self.restart()
+        self._found = GetResult(0)
+        self._found_key: tuple[int, float] | None = None
+
+    def restart(self) -> None:
+        """It has no pages: it is new, or was preempted."""
+        self.local_tokens = 0
+        self.offered = 0
+        self.loaded_pages: frozenset[int] = frozenset()
+        self.may_store = True
+
+    def found(self, blocks: int, now_s: float, look_up: Callable[[], GetResult]) -> GetResult:
+        """What is cached of its first `blocks` blocks, asked anew when that is LOOKUP_AGE_S old."""
+        key = self._found_key
+        if key is None or key[0] != blocks or now_s - key[1] > LOOKUP_AGE_S:
+            self._found, self._found_key = look_up(), (blocks, now_s)
+        return self._found
+
+    def forget_found(self) -> None:
+        """Ask anew next time."""
+        self._found_key = None
+
+    def hits_by_source(self, tokens: int, block_tokens: int) -> dict[CacheHitSource, int]:
+        """Loaded tokens by the tier that they were found on; slower tiers hold a prefix's tail."""
+        left, hits = tokens, {}
+        for tier in (Tier.SSD, Tier.HOST):
+            here = min(left, self._found.blocks_by_tier.get(tier, 0) * block_tokens)
+            if here:
+                hits[SOURCES[tier]] = here
+                left -= here
+        return hits
+
+
+class SchedulerSide:
+    """Plans every step.
+
+    Args:
+        client: Looks up.
+        spec: The model's namespace; None if it can't be identified, and then nothing is cached.
+        geometry: Of vLLM's cache.
+        settings: The operator's.
+        ranks: Workers whose shards make the cache together.
+        identifier: Names requests.
+    """
+
+    def __init__(  # noqa: PLR0913 - each of them is a part of its own
+        self,
+        client: Client,
+        spec: NamespaceSpec | None,
+        geometry: Geometry,
+        settings: Settings,
+        ranks: int,
+        identifier: RequestIdentifier,
+        *,
+        loads: bool,
+        stores: bool,
+    ) -> None:
+        self._client = client
+        self._spec = spec
+        self._geometry = geometry
+        self._settings = settings
+        self._ranks = 1 if geometry.replicated else ranks
+        self._identifier = identifier
+        self._loads = loads
+        self._stores = stores
+        self._requests: dict[str, CachedRequest] = {}
+        self._unidentified: set[str] = set()
+        self._pages_of: Callable[[str], tuple[list[int], ...]] | None = None
+        self._planned: list[Load] = []
+        self._step = 0
+        self._failures_known = 0
+        self._loss = Loss.EXACT
+        self._stats = KvtierStats()
+
+    # A request waits
+
+    def matched_tokens(self, request: Request, local_tokens: int) -> int:
+        """Tokens that can be loaded behind those in vLLM's own cache. No side effect in kvtier."""
+        cached = self._cached(request)
+        if cached is None:
+            return 0
+        cached.restart()
+        cached.local_tokens = local_tokens
+        size = self._settings.block_tokens
+        # One token is left to compute: its logits are what is wanted.
+        blocks = (request.num_tokens - 1) // size
+        if not self._loads or not cached.may_load or request.skip_reading_prefix_cache:
+            return 0
+        if blocks <= local_tokens // size:
+            return 0
+        found = cached.found(blocks, time.monotonic(), lambda: self._look_up(cached, blocks))
+        return max(0, found.num_blocks * size - local_tokens)
+
+    def allocated(self, request: Request, pages: Sequence[int], loaded_tokens: int) -> None:
+        """vLLM gave the request its pages, and will have these tokens loaded into some of them."""
+        cached = self._requests.get(request.request_id)
+        if cached is None or not loaded_tokens:
+            return
+        size, page_tokens = self._settings.block_tokens, self._geometry.page_tokens
+        local = cached.local_tokens
+        blocks, first = (local + loaded_tokens) // size, local // size
+        destination = pages[local // page_tokens : (local + loaded_tokens) // page_tokens]
+        self._planned.append(
+            Load(
+                request.request_id,
+                tuple(cached.chain.upto(request.all_token_ids, blocks)),
+                first,
+                (local - first * size) // page_tokens,
+                tuple(destination),
+                self._settings.async_load,
+            )
+        )
+        cached.offered = blocks
+        cached.loaded_pages = frozenset(destination)
+        cached.forget_found()
+        self._stats.count("loads_planned")
+
+    def hits_by_source(self, request: Request, tokens: int) -> dict[CacheHitSource, int]:
+        """The loaded tokens by tier."""
+        cached = self._requests.get(request.request_id)
+        return cached.hits_by_source(tokens, self._settings.block_tokens) if cached else {}
+
+    # A step
+
+    def plan(self, output: SchedulerOutput) -> Plan:
+        """What the workers do in this step."""
+        self._step += 1
+        self._pages_of = output.kv_connector_block_state.resolve_block_ids
+        loads, self._planned = self._planned, []
+        return Plan(
+            step=self._step,
+            spec=self._spec,
+            loads=loads,
+            stores=self._new_stores(output) if self._stores and self._requests else [],
+            preempted=frozenset(output.preempted_req_ids or ()),
+            failures_known=self._failures_known,
+            loss=self._loss,
+        )
+
+    def _new_stores(self, output: SchedulerOutput) -> list[Store]:
+        size, stores = self._settings.block_tokens, []
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            cached = self._requests.get(request_id)
+            if cached is None or not cached.may_store:
+                continue
+            request = cached.request
+            # Computed after this step, and known: a token that is only a draft, or that an earlier
+            # step is still sampling, is not in num_tokens.
+            tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
+            if not self._settings.store_decode:
+                tokens = min(tokens, request.num_prompt_tokens)
+            if (full := tokens // size) > cached.offered:
+                stores.append(self._store(cached, full))
+        return stores
+
+    def _store(self, cached: CachedRequest, full: int) -> Store:
+        first, per_block = cached.offered, self._geometry.pages_per_block
+        cached.offered = full
+        hashes = cached.chain.upto(cached.request.all_token_ids, full)
+        pages = self._pages(cached)
+        return Store(
+            cached.request.request_id,
+            hashes[first - 1] if first else None,
+            tuple(hashes[first:]),
+            tuple(pages[first * per_block : full * per_block]),
+        )
+
+    def reported(self, output: KVConnectorOutput) -> None:
+        """What the workers said about a step."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, Report):
+            self._failures_known = max(self._failures_known, report.failed_step)
+            self._loss = max(self._loss, report.loss)
+        if output.invalid_block_ids:
+            self._recompute(output.invalid_block_ids)
+
+    def _recompute(self, bad_pages: set[int]) -> None:
+        """Loads failed; vLLM has set back the requests that touch those pages.
+
+        Workers have stored nothing since, so every request offers its blocks again. A request
+        that only shares a bad page has no say in when that page is right again: what it computes
+        meanwhile is not stored.
+        """
+        for cached in self._requests.values():
+            cached.offered = 0
+            if cached.loaded_pages & bad_pages:
+                cached.may_load = False
+            shared = bad_pages - cached.loaded_pages
+            if shared and not shared.isdisjoint(self._pages(cached)):
+                cached.may_store = False
+
+    def _pages(self, cached: CachedRequest) -> list[int]:
+        assert self._pages_of is not None, "no step was planned, yet one was reported"
+        [pages] = self._pages_of(cached.request.request_id)
+        return pages
+
+    # A request ends
+
+    def finished(self, request: Request) -> None:
+        """It is over, however; the workers hear of that from vLLM."""
+        self._requests.pop(request.request_id, None)
+        self._unidentified.discard(request.request_id)
+
+    # The weights change
+
+    def reset(self) -> bool:
+        """Nothing stored before is hit again; what follows is this engine's own.
+
+        The namespace may be other engines', whose weights have not changed. It is dropped, and
+        this engine goes on in one of its own, since nobody can tell what its weights are now.
+        """
+        if self._spec is None:
+            return True
+        for rank in range(self._ranks):
+            self._client.drop_namespace(rank_namespace(self._spec, rank, self._ranks))
+        revision = f"{self._spec.weights_revision.partition('+')[0]}+reset-{secrets.token_hex(16)}"
+        self._spec = dataclasses.replace(self._spec, weights_revision=revision)
+        # Requests that still run hold pages of the old weights.
+        self._requests.clear()
+        log.info("cache reset: kvtier namespace moved on to revision %s", revision)
+        return True
+
+    def take_stats(self) -> KvtierStats:
+        """Since the last call."""
+        stats, self._stats = self._stats, KvtierStats()
+        return stats
+
+    # Parts
+
+    def _cached(self, request: Request) -> CachedRequest | None:
+        name = request.request_id
+        cached = self._requests.get(name)
+        if cached is None and self._spec is not None and name not in self._unidentified:
+            chain = self._identifier.chain(self._spec, request)
+            if chain is None:
+                self._unidentified.add(name)
+                self._stats.count("unidentified_requests")
+                return None
+            cached = self._requests[name] = CachedRequest(request, chain)
+        return cached
+
+    def _look_up(self, cached: CachedRequest, blocks: int) -> GetResult:
+        """The longest prefix that every rank has."""
+        assert self._spec is not None
+        hashes = cached.chain.upto(cached.request.all_token_ids, blocks)
+        found = []
+        for rank in range(self._ranks):
+            spec = rank_namespace(self._spec, rank, self._ranks)
+            loss = self._settings.allowed_loss
+            found.append(self._client.lookup(spec, hashes, allowed_loss=loss))
+        self._stats.count("lookups")
+        return min(found, key=lambda result: result.num_blocks)

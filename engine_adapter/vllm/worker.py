@@ -1,0 +1,292 @@
+"""A worker's side: leases, and the copies between kvtier and the pages of this worker.
+
+A load takes its read lease, copies and releases it in one go, so none outlives its load. Stores
+reserve before the forward, while the cores are free, and copy right after it, before the engine can
+give the pages to anybody else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from engine_adapter.vllm.model_identity import Geometry, rank_namespace
+from engine_adapter.vllm.paging import Bytes, PagedLayers
+from engine_adapter.vllm.plan import Load, Plan, Report, Store
+from engine_adapter.vllm.settings import Settings
+from engine_adapter.vllm.stats import KvtierStats
+from kvtier.client import Client, WriteLease
+from kvtier.types import BlockHash, Loss, NamespaceSpec
+
+LOAD_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a load came to.
+
+    Attributes:
+        blocks: Leading blocks that are right.
+        loss: What they may have lost.
+        on_ssd: How many were on an SSD only.
+        seconds: How long it took.
+    """
+
+    blocks: int
+    loss: Loss = Loss.EXACT
+    on_ssd: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class StoredRequest:
+    """What of a request is stored, or waits to be.
+
+    Attributes:
+        parent: The last block that kvtier has; None before the first.
+        hashes: Blocks behind it that kvtier did not take yet.
+        pages: Their pages.
+        room: For them, while a step is computed.
+    """
+
+    parent: BlockHash | None = None
+    hashes: list[BlockHash] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    room: WriteLease | None = None
+
+
+class WorkerSide:
+    """Copies what the plan says.
+
+    Args:
+        client: Leases.
+        geometry: Of this worker's cache.
+        settings: The operator's.
+        rank: This worker's, in tensor parallelism.
+        ranks: How many there are.
+        agree: Makes all ranks' values the lowest of theirs; every rank calls it in the same steps.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        geometry: Geometry,
+        settings: Settings,
+        rank: int,
+        ranks: int,
+        agree: Callable[[list[int]], list[int]],
+    ) -> None:
+        self._client = client
+        self._geometry = geometry
+        self._settings = settings
+        self._shard = (0, 1) if geometry.replicated else (rank, ranks)
+        self._stores_here = rank == 0 or not geometry.replicated
+        self._agree = agree
+        self._layers: PagedLayers | None = None
+        self._namespace: tuple[NamespaceSpec, NamespaceSpec] | None = None
+        self._requests: dict[str, StoredRequest] = {}
+        self._to_store: list[StoredRequest] = []
+        self._pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kvtier-load")
+        self._running: dict[Future[Outcome], Load] = {}
+        self._bad_pages: set[int] = set()
+        self._failed_step = 0
+        self._loss = Loss.EXACT
+        self._stats = KvtierStats()
+
+    def use(self, layers: PagedLayers) -> None:
+        """This worker's cache is there."""
+        self._layers = layers
+
+    # A step, in vLLM's order
+
+    def begin(self, plan: Plan) -> None:
+        """Before the forward: find room for what this step will fill."""
+        for request_id in plan.preempted:
+            self._requests.pop(request_id, None)
+        self._loss = max(self._loss, plan.loss)
+        if plan.spec is None:
+            return
+        if self._namespace is None or self._namespace[0] is not plan.spec:
+            self._enter(plan.spec)
+        if not any(_is_now(load) for load in plan.loads):
+            self._find_room(plan)
+
+    def load(self, plan: Plan) -> None:
+        """Start the plan's loads; those that this step's forward needs are finished then."""
+        now = [load for load in plan.loads if _is_now(load)]
+        for load in plan.loads:
+            if not _is_now(load):
+                self._running[self._pool.submit(self._load, load)] = load
+        if not now:
+            return
+        outcomes = [self._load(load) for load in now]
+        # What one rank could not load spoils what all of them compute from it.
+        values = [outcome.blocks for outcome in outcomes]
+        *blocks, loss = self._agree([*values, -max(outcome.loss for outcome in outcomes)])
+        self._loss = max(self._loss, Loss(-loss))
+        for load, outcome, right in zip(now, outcomes, blocks, strict=True):
+            self._count(load, outcome)
+            if not self._settle(load, right):
+                self._failed_step = plan.step
+        self._find_room(plan)  # Only now is it known what the blocks may have lost.
+
+    def store(self, plan: Plan) -> None:
+        """After the forward: copy out what it has filled."""
+        waiting, self._to_store = self._to_store, []
+        if plan.failures_known < self._failed_step:
+            # Everything computed since that load may be wrong. The scheduler offers it again.
+            self._forget(self._requests)
+            return
+        for request in waiting:
+            self._store(request)
+
+    def end(self, finished: Iterable[str]) -> set[str]:
+        """These requests are over; which loads between steps are."""
+        for request_id in finished:
+            request = self._requests.pop(request_id, None)
+            if request is not None and request.parent is not None and self._stores_here:
+                assert self._namespace is not None
+                self._client.finish(self._namespace[1], request.parent)
+        done = [future for future in self._running if future.done()]
+        loaded = set()
+        for future in done:
+            load, outcome = self._running.pop(future), future.result()
+            self._loss = max(self._loss, outcome.loss)
+            self._count(load, outcome)
+            self._settle(load, outcome.blocks)
+            loaded.add(load.request_id)
+        return loaded
+
+    def take_bad_pages(self) -> set[int]:
+        """Pages that should have been loaded and were not, since the last call."""
+        bad, self._bad_pages = self._bad_pages, set()
+        return bad
+
+    def report(self) -> Report:
+        """For the scheduler's side."""
+        return Report(self._failed_step, self._loss)
+
+    def take_stats(self) -> KvtierStats:
+        """Since the last call."""
+        stats, self._stats = self._stats, KvtierStats()
+        return stats
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._forget(self._requests)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    # Loading
+
+    def _load(self, load: Load) -> Outcome:
+        """Lease, copy, release. May run beside the engine's own thread."""
+        assert self._namespace is not None
+        layers, started_s = self._require_layers(), time.perf_counter()
+        per_block = self._geometry.pages_per_block
+
+        def take(first: int, blocks: Sequence[Bytes]) -> None:
+            for index, block in enumerate(blocks, first):
+                if index >= load.first:
+                    skip = load.skip if index == load.first else 0
+                    at = (index - load.first) * per_block - load.skip + skip
+                    pages = load.pages[at : at + per_block - skip]
+                    layers.write_block(block, pages, skip)
+
+        with self._client.acquire(
+            self._namespace[1], load.hashes, allowed_loss=self._settings.allowed_loss
+        ) as lease:
+            done = lease.read_with(take, len(load.hashes))
+            loss = lease.loss if done else Loss.EXACT
+            seconds = time.perf_counter() - started_s
+            return Outcome(done, loss, min(lease.ssd_blocks, done), seconds)
+
+    def _settle(self, load: Load, right: int) -> bool:
+        """Note what is loaded and what is not; False if something is not."""
+        wanted = len(load.hashes)
+        if right:
+            self._requests[load.request_id] = StoredRequest(load.hashes[right - 1])
+        if right == wanted:
+            return True
+        per_block = self._geometry.pages_per_block
+        good_pages = max(0, (right - load.first) * per_block - load.skip)
+        self._bad_pages.update(load.pages[good_pages:])
+        self._stats.count("failed_loads")
+        return False
+
+    def _count(self, load: Load, outcome: Outcome) -> None:
+        blocks = max(0, outcome.blocks - load.first)
+        on_ssd = min(blocks, outcome.on_ssd)
+        self._stats.count("loaded_host_blocks", blocks - on_ssd)
+        self._stats.count("loaded_ssd_blocks", on_ssd)
+        self._stats.count("loaded_bytes", blocks * self._require_layers().block_bytes)
+        self._stats.count("load_seconds", outcome.seconds)
+
+    # Storing
+
+    def _find_room(self, plan: Plan) -> None:
+        if self._stores_here and plan.failures_known >= self._failed_step:
+            self._to_store = [self._offer(store) for store in plan.stores]
+
+    def _offer(self, store: Store) -> StoredRequest:
+        """Add new blocks to those that kvtier did not take yet, and ask for room for all."""
+        request = self._requests.get(store.request_id)
+        if request is None or store.parent is None:
+            request = self._requests[store.request_id] = StoredRequest(store.parent)
+        request.hashes += store.hashes
+        request.pages += store.pages
+        assert self._namespace is not None
+        request.room = self._client.reserve(
+            self._namespace[1],
+            request.parent,
+            request.hashes,
+            allowed_loss=self._settings.allowed_loss,
+            loss=self._loss,
+        )
+        return request
+
+    def _store(self, request: StoredRequest) -> None:
+        room, request.room = request.room, None
+        if room is None:
+            return  # Forgotten meanwhile.
+        started_s, layers = time.perf_counter(), self._require_layers()
+        per_block = self._geometry.pages_per_block
+
+        def fill(index: int, block: Bytes) -> None:
+            layers.read_block(request.pages[index * per_block : (index + 1) * per_block], block)
+
+        room.write_with(fill)
+        room.commit_later()
+        covered = room.covered_blocks
+        self._stats.count("stored_blocks", len(room.indices))
+        self._stats.count("stored_bytes", len(room.indices) * layers.block_bytes)
+        self._stats.count("unstored_blocks", len(request.hashes) - covered)
+        if covered:
+            request.parent = request.hashes[covered - 1]
+            del request.hashes[:covered], request.pages[: covered * per_block]
+        self._stats.count("store_seconds", time.perf_counter() - started_s)
+
+    def _forget(self, requests: dict[str, StoredRequest]) -> None:
+        for request in requests.values():
+            if request.room is not None:
+                request.room.abort()
+                request.room = None
+        requests.clear()
+
+    # Parts
+
+    def _enter(self, spec: NamespaceSpec) -> None:
+        """Blocks belong to this namespace from now on."""
+        if self._namespace is None or self._namespace[0] != spec:
+            self._forget(self._requests)
+        self._namespace = (spec, rank_namespace(spec, *self._shard))
+
+    def _require_layers(self) -> PagedLayers:
+        assert self._layers is not None, "register_kv_caches comes before the first step"
+        return self._layers
+
+
+def _is_now(load: Load) -> bool:
+    """True if the step's own forward needs it."""
+    return not load.later
