@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from kvtier import __version__
-from kvtier.cli import check, demo, serve, status
+from kvtier.cli import check, demo, footprint, serve, status
 from kvtier.errors import ConfigError, KvtierError
 
 _ENGINE_PACKAGES = {"torch", "safetensors", "tokenizers"}
@@ -34,6 +34,7 @@ app.command("demo")(demo.demo)
 app.command("status")(status.status)
 app.command("top")(status.top)
 app.command("check")(check.check)
+app.command("footprint")(footprint.footprint)
 
 
 @app.command("version")
