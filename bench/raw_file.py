@@ -4,7 +4,7 @@ The yardstick of bench.ssd. Requests of 4 MB, on space that was written before, 
 own interleaved share of one file; a write ends with fdatasync, a read starts with an empty cache.
 The bytes come from shared memory as large as the file and go there, as the tier's do: where a disk
 is emulated, or copies through the page cache, one small buffer that stays in the CPU's cache would
-be read into up to twice as fast, and hold nothing in the end.
+be read into up to twice as fast, and hold nothing in the end. And it is made of the same pages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvtier.tier.huge_pages import give_huge_pages
+
 REQUEST_BYTES = 4 << 20
+
+
+def _shared_memory(size_bytes: int) -> mmap.mmap:
+    """As the daemon's arena: of huge pages where there are any."""
+    descriptor = os.memfd_create("raw-file", os.MFD_CLOEXEC)
+    try:
+        give_huge_pages(descriptor, size_bytes)
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        return mmap.mmap(descriptor, size_bytes, flags=flags)
+    finally:
+        os.close(descriptor)
 
 
 class Mode(NamedTuple):
@@ -45,7 +58,7 @@ class RawFile:
         self.size_bytes = size_bytes // REQUEST_BYTES * REQUEST_BYTES
         self._requests = self.size_bytes // REQUEST_BYTES
         # O_DIRECT wants memory at page boundaries, which maps have.
-        self._memory = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._memory = _shared_memory(self.size_bytes)
         content = np.random.default_rng(1).bytes(REQUEST_BYTES)
         self._buffers = [
             memoryview(self._memory)[at : at + REQUEST_BYTES]

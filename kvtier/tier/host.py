@@ -23,6 +23,7 @@ from kvtier.arena import DATA_OFFSET, NO_EPOCH, ArenaMapping, ControlPage, Write
 from kvtier.codec.base import Bytes
 from kvtier.errors import AddressInUse, CapacityError, ConfigError, FormatError
 from kvtier.extents import EXTENT_ALIGN_BYTES, Extent
+from kvtier.tier.huge_pages import give_huge_pages
 
 OWNER_LOCK = "daemon.lock"
 MEMORY_MARGIN_BYTES = 128 << 20
@@ -137,6 +138,7 @@ class HostArena:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(unnamed, flags, 0o600)
         try:
+            give_huge_pages(descriptor, self.size_bytes)
             os.posix_fallocate(descriptor, 0, self.size_bytes)
         except OSError as error:
             unnamed.unlink()

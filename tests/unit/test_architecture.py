@@ -43,6 +43,8 @@ MAY_IMPORT = [
     ("tier", ""),
     ("tier.base", f"{BASE} codec.base"),
     ("tier.ssd*", f"{BASE} hashing extents codec codec.* tier.base tier.ssd*"),
+    ("tier.huge_pages", ""),
+    ("tier.host", f"{BASE} extents addresses arena codec.base tier.huge_pages"),
     ("tier.*", f"{BASE} hashing extents addresses arena codec codec.* tier.base"),
     ("index", f"{BASE} extents"),
     ("events", f"{BASE} index"),
