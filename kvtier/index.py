@@ -10,9 +10,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvtier.extents import Extent
-from kvtier.types import BlockHash, Loss, NamespaceDigest, NamespaceSpec
+from kvtier.types import BlockHash, Loss, NamespaceDigest, NamespaceSpec, Tier
 
 STAMP_STRIDE = 1 << 24
 """Stamps between two touches; a chain is shorter than this."""
@@ -155,11 +156,36 @@ class Namespace:
     remembered: set[int] = field(default_factory=set)
 
 
+class Watcher(Protocol):
+    """Whoever wants to know what can be read where (events.py). It may look, not change."""
+
+    def changed(self, block: Block, tier: Tier) -> None:
+        """A block can be read from a tier now, or no longer."""
+
+    def all_changed(self) -> None:
+        """The same of many blocks at once, without a call each."""
+
+
+class _Nobody:
+    """The watcher where nobody watches."""
+
+    def changed(self, block: Block, tier: Tier) -> None:
+        pass
+
+    def all_changed(self) -> None:
+        pass
+
+
 class BlockIndex:
-    """All namespaces and their blocks."""
+    """All namespaces and their blocks.
+
+    Attributes:
+        watcher: Told by the tiers which blocks came and went.
+    """
 
     def __init__(self) -> None:
         self.namespaces: dict[NamespaceDigest, Namespace] = {}
+        self.watcher: Watcher = _Nobody()
         self._retired: list[dict[BlockHash, Block]] = []
 
     def open(self, digest: NamespaceDigest, spec: NamespaceSpec, generation: int = 0) -> Namespace:

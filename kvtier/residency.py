@@ -11,6 +11,7 @@ from kvtier.extents import Extent, ExtentAllocator
 from kvtier.index import Block, BlockIndex, HostCopy, HostState
 from kvtier.metrics import Counters
 from kvtier.policy.base import EvictionPolicy
+from kvtier.types import Tier
 
 
 class HostResidency:
@@ -74,6 +75,7 @@ class HostResidency:
         copy.state = HostState.READY
         if copy.current:
             self._policy.insert(copy.block, copy.block.stamp)
+            self._index.watcher.changed(copy.block, Tier.HOST)
 
     def detach(self, block: Block) -> None:
         """Take the copy off its block; the extent is free once nobody pins it."""
@@ -82,6 +84,7 @@ class HostResidency:
             return
         if copy.state is HostState.READY:
             self._policy.remove(block)
+            self._index.watcher.changed(block, Tier.HOST)
         block.host = None
         if not copy.pins:
             self.extents.free(copy.extent)

@@ -24,7 +24,7 @@ from kvtier.policy.base import EvictionPolicy
 from kvtier.residency import HostResidency
 from kvtier.speed import ReadSpeed
 from kvtier.tier.base import BlockMeta, NamespaceRow, Restamp, TierUsage
-from kvtier.types import BlockHash, Loss
+from kvtier.types import BlockHash, Loss, Tier
 
 RETRY_S = 5.0
 """After a failed write a shard gets no new one for this long."""
@@ -246,6 +246,7 @@ class SsdResidency:
         block.place.stored_bytes -= block.ssd_bytes
         block.place.block_bytes -= block.namespace.size_bytes
         block.ssd, block.ssd_bytes, block.place = SsdState.ABSENT, 0, NOWHERE
+        self._index.watcher.changed(block, Tier.SSD)
 
     # Recency
 
@@ -453,6 +454,7 @@ class SsdResidency:
             block.place.stored_bytes += stored_bytes
             block.place.block_bytes += block.namespace.size_bytes
             shard.policy.insert(block, block.stamp)
+            self._index.watcher.changed(block, Tier.SSD)
             return
         block.ssd, block.place = SsdState.ABSENT, NOWHERE
         if job.copy.current:

@@ -25,6 +25,7 @@ from kvtier.admission import Admission
 from kvtier.arena import ControlPage
 from kvtier.endurance import WriteBudget
 from kvtier.errors import CapacityError, NamespaceMismatch
+from kvtier.events import ResidencyEvents
 from kvtier.index import Block, BlockIndex, HostState, Namespace, SsdState
 from kvtier.jobs import Job
 from kvtier.leases import LeaseTable, ReadLease, WriteLease
@@ -61,6 +62,7 @@ class StoreConfig:
         daily_write_bytes: Most that a day may write to the SSD (endurance.py); 0: no limit.
         rated_write_bytes: What the SSDs may write in all, to estimate their life; 0: unknown.
         max_age_s: Blocks older than this are not hit, in any namespace; 0: no limit.
+        event_backlog: Most changes that wait to be taken as events (events.py); 0: no events.
     """
 
     host_bytes: int
@@ -73,6 +75,7 @@ class StoreConfig:
     daily_write_bytes: int = 0
     rated_write_bytes: int = 0
     max_age_s: int = 0
+    event_backlog: int = 0
 
 
 class TieredStore:
@@ -85,6 +88,7 @@ class TieredStore:
         leases: Who holds what until when.
         reads: What readers get.
         writes: What writers get.
+        events: What has become readable where, and what no longer is; None if nobody asked.
     """
 
     def __init__(
@@ -109,6 +113,9 @@ class TieredStore:
         """
         self.counters = Counters()
         self.index = BlockIndex()
+        self.events: ResidencyEvents | None = None
+        if config.event_backlog:
+            self.index.watcher = self.events = ResidencyEvents(self.index, config.event_backlog)
         host = HostResidency(self.index, host_policy, config.host_bytes, self.counters)
         ssd = None
         if ssd_policies:
@@ -266,6 +273,7 @@ class TieredStore:
         for namespace in self.index.namespaces.values():
             namespace.max_age_s = self._max_age_s
             self._age(namespace)
+        self.index.watcher.all_changed()
 
     # Accounting
 

@@ -243,16 +243,19 @@ class Tiers:
         """A directory fails or hangs: its blocks are misses, others take new ones. Idempotent."""
         assert self.ssd is not None
         self.ssd.shards[shard].set_online(False)
+        self._index.watcher.all_changed()
 
     def shard_resumed(self, shard: int) -> None:
         """It only hung: nothing was lost."""
         assert self.ssd is not None
         self.ssd.shards[shard].set_online(True)
+        self._index.watcher.all_changed()
 
     def shard_up(self, shard: int, segments: Sequence[int]) -> None:
         """It was opened again; blocks outside of these segments are gone."""
         assert self.ssd is not None
         self.ssd.back(self.ssd.shards[shard], segments)
+        self._index.watcher.all_changed()
 
     def retire_segment(self, shard: int, segment: int, *, damaged: bool) -> None:
         """Give up all blocks of a segment: misses at once, reclaimed in batches. Idempotent."""
