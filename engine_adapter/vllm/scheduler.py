@@ -22,7 +22,7 @@ from engine_adapter.vllm.request_identity import RequestIdentifier
 from engine_adapter.vllm.settings import Settings
 from engine_adapter.vllm.stats import KvtierStats
 from kvtier.client import Client, GetResult
-from kvtier.types import Loss, NamespaceSpec, Tier
+from kvtier.types import MAX_BLOCKS_PER_CALL, Loss, NamespaceSpec, Tier
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -139,7 +139,7 @@ class SchedulerSide:
         cached.local_tokens = local_tokens
         size = self._settings.block_tokens
         # One token is left to compute: its logits are what is wanted.
-        blocks = (request.num_tokens - 1) // size
+        blocks = min((request.num_tokens - 1) // size, MAX_BLOCKS_PER_CALL)
         if not self._loads or not cached.may_load or request.skip_reading_prefix_cache:
             return 0
         if blocks <= local_tokens // size:
@@ -154,6 +154,7 @@ class SchedulerSide:
             return
         size, page_tokens = self._settings.block_tokens, self._geometry.page_tokens
         local = cached.local_tokens
+        assert (local + loaded_tokens) % size == 0, "vLLM loads other tokens than it was offered"
         blocks, first = (local + loaded_tokens) // size, local // size
         destination = pages[local // page_tokens : (local + loaded_tokens) // page_tokens]
         self._planned.append(

@@ -18,9 +18,11 @@ from engine_adapter.vllm.plan import Load, Plan, Report, Store
 from engine_adapter.vllm.settings import Settings
 from engine_adapter.vllm.stats import KvtierStats
 from kvtier.client import Client, WriteLease
-from kvtier.types import BlockHash, Loss, NamespaceSpec
+from kvtier.types import MAX_BLOCKS_PER_CALL, BlockHash, Loss, NamespaceSpec
 
 LOAD_THREADS = 2
+STORE_TTL_S = 120.0
+"""Longest forward between reserve and copy; a daemon's longest lease, by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,11 @@ class StoredRequest:
     hashes: list[BlockHash] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     room: WriteLease | None = None
+
+    @property
+    def tail(self) -> BlockHash | None:
+        """The last block that was offered."""
+        return self.hashes[-1] if self.hashes else self.parent
 
 
 class WorkerSide:
@@ -118,10 +125,10 @@ class WorkerSide:
         now = [load for load in plan.loads if _is_now(load)]
         for load in plan.loads:
             if not _is_now(load):
-                self._running[self._pool.submit(self._load, load)] = load
+                self._running[self._pool.submit(self._load, load, self._spec)] = load
         if not now:
             return
-        outcomes = [self._load(load) for load in now]
+        outcomes = [self._load(load, self._spec) for load in now]
         # What one rank could not load spoils what all of them compute from it.
         values = [outcome.blocks for outcome in outcomes]
         *blocks, loss = self._agree([*values, -max(outcome.loss for outcome in outcomes)])
@@ -147,8 +154,7 @@ class WorkerSide:
         for request_id in finished:
             request = self._requests.pop(request_id, None)
             if request is not None and request.parent is not None and self._stores_here:
-                assert self._namespace is not None
-                self._client.finish(self._namespace[1], request.parent)
+                self._client.finish(self._spec, request.parent)
         done = [future for future in self._running if future.done()]
         loaded = set()
         for future in done:
@@ -180,9 +186,8 @@ class WorkerSide:
 
     # Loading
 
-    def _load(self, load: Load) -> Outcome:
+    def _load(self, load: Load, spec: NamespaceSpec) -> Outcome:
         """Lease, copy, release. May run beside the engine's own thread."""
-        assert self._namespace is not None
         layers, started_s = self._require_layers(), time.perf_counter()
         per_block = self._geometry.pages_per_block
 
@@ -194,9 +199,8 @@ class WorkerSide:
                     pages = load.pages[at : at + per_block - skip]
                     layers.write_block(block, pages, skip)
 
-        with self._client.acquire(
-            self._namespace[1], load.hashes, allowed_loss=self._settings.allowed_loss
-        ) as lease:
+        loss = self._settings.allowed_loss
+        with self._client.acquire(spec, load.hashes, allowed_loss=loss) as lease:
             done = lease.read_with(take, len(load.hashes))
             loss = lease.loss if done else Loss.EXACT
             seconds = time.perf_counter() - started_s
@@ -232,15 +236,15 @@ class WorkerSide:
     def _offer(self, store: Store) -> StoredRequest:
         """Add new blocks to those that kvtier did not take yet, and ask for room for all."""
         request = self._requests.get(store.request_id)
-        if request is None or store.parent is None:
+        if request is None or request.tail != store.parent:
             request = self._requests[store.request_id] = StoredRequest(store.parent)
         request.hashes += store.hashes
         request.pages += store.pages
-        assert self._namespace is not None
         request.room = self._client.reserve(
-            self._namespace[1],
+            self._spec,
             request.parent,
-            request.hashes,
+            request.hashes[:MAX_BLOCKS_PER_CALL],
+            ttl_s=STORE_TTL_S,
             allowed_loss=self._settings.allowed_loss,
             loss=self._loss,
         )
@@ -281,6 +285,12 @@ class WorkerSide:
         if self._namespace is None or self._namespace[0] != spec:
             self._forget(self._requests)
         self._namespace = (spec, rank_namespace(spec, *self._shard))
+
+    @property
+    def _spec(self) -> NamespaceSpec:
+        """The namespace of this worker's shard."""
+        assert self._namespace is not None, "a plan with work in it names its namespace"
+        return self._namespace[1]
 
     def _require_layers(self) -> PagedLayers:
         assert self._layers is not None, "register_kv_caches comes before the first step"
