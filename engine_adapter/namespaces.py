@@ -72,3 +72,20 @@ def mla_namespace(
         block_tokens=component.shape[1],
         tenant=tenant,
     )
+
+
+def rank_namespace(spec: NamespaceSpec, rank: int, ranks: int) -> NamespaceSpec:
+    """The namespace of one rank's shard, where tensor parallelism divides the cache.
+
+    Args:
+        spec: The namespace with one rank's shapes.
+        rank: From 0.
+        ranks: How many; 1 leaves the namespace as it is.
+    """
+    if ranks == 1:
+        return spec
+    components = tuple(
+        dataclasses.replace(component, name=f"{component.name}.rank{rank}of{ranks}")
+        for component in spec.components
+    )
+    return dataclasses.replace(spec, components=components)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tp_group
@@ -23,8 +25,8 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from engine_adapter.vllm import versions
-from engine_adapter.vllm.model_identity import Geometry, cache_geometry, model_namespace
-from engine_adapter.vllm.paging import PagedLayers
+from engine_adapter.vllm.model_identity import cache_geometry, model_namespace
+from engine_adapter.vllm.paging import Geometry, PagedLayers
 from engine_adapter.vllm.plan import Plan, Report
 from engine_adapter.vllm.request_identity import RequestIdentifier, Unidentified
 from engine_adapter.vllm.scheduler import SchedulerSide
@@ -33,7 +35,7 @@ from engine_adapter.vllm.stats import KvtierPromMetrics, KvtierStats
 from engine_adapter.vllm.worker import WorkerSide
 from kvtier.client import Client
 from kvtier.errors import ConfigError
-from kvtier.types import GROUP_BYTES, GroupId, NamespaceSpec
+from kvtier.types import GROUP_BYTES, GroupId, NamespaceSpec, Tier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,7 +52,29 @@ versions.check(vllm.__version__)
 log = logging.getLogger(__name__)
 
 
-class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc,unused-ignore]
+SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.SSD: CacheHitSource.DISK}
+
+
+@dataclass(slots=True)
+class StepPlan(KVConnectorMetadata):
+    """A plan, as vLLM carries it from its scheduler to its workers."""
+
+    plan: Plan
+
+
+@dataclass(slots=True)
+class StepReport(KVConnectorWorkerMetadata):
+    """A report, as vLLM carries it from its workers to its scheduler."""
+
+    report: Report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
+        """Of two workers."""
+        assert isinstance(other, StepReport)
+        return StepReport(self.report.with_other(other.report))
+
+
+class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     """Loads known prefixes from a kvtier daemon and stores new ones.
 
     Raises:
@@ -128,15 +152,21 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc,unu
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
         """The loaded tokens by tier."""
-        return self._scheduling.hits_by_source(request, num_external_tokens)
+        hits = self._scheduling.hits_by_tier(request, num_external_tokens)
+        return {SOURCES[tier]: tokens for tier, tokens in hits.items()}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The step's plan."""
-        return self._scheduling.plan(scheduler_output)
+        preempted = scheduler_output.preempted_req_ids or frozenset()
+        pages_of = scheduler_output.kv_connector_block_state.resolve_block_ids
+        scheduled = scheduler_output.num_scheduled_tokens
+        return StepPlan(self._scheduling.plan(scheduled, preempted, pages_of))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers said about a step."""
-        self._scheduling.reported(connector_output)
+        meta = connector_output.kv_connector_worker_meta
+        report = meta.report if isinstance(meta, StepReport) else None
+        self._scheduling.reported(report, connector_output.invalid_block_ids)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -168,8 +198,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc,unu
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Before the forward."""
         super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, Plan)
-        self._working.begin(connector_metadata)
+        self._working.begin(self._plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Before the forward where it needs a load, after it otherwise."""
@@ -199,17 +228,17 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc,unu
         """Exactly the pages that were to be loaded and were not."""
         return self._working.take_bad_pages()
 
-    def build_connector_worker_meta(self) -> Report | None:
+    def build_connector_worker_meta(self) -> StepReport | None:
         """For update_connector_output()."""
-        return self._working.report()
+        return StepReport(self._working.report())
 
     # Statistics
 
     def get_kv_connector_stats(self) -> KvtierStats | None:
         """Counted since the last call."""
         side = self._scheduler if self._scheduler is not None else self._working
-        stats = side.take_stats()
-        return None if stats.is_empty() else stats
+        counts = side.counts.take()
+        return KvtierStats(counts) if counts else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvtierStats:
@@ -241,9 +270,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc,unu
 
     @property
     def _plan(self) -> Plan:
-        plan = self._get_connector_metadata()
-        assert isinstance(plan, Plan)
-        return plan
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepPlan)
+        return metadata.plan
 
 
 def kinds_of_extra_keys(request: Any) -> Collection[str]:

@@ -6,11 +6,9 @@ model is not cached (Unidentified) or kvtier is the wrong choice for it (ConfigE
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
 from engine_adapter.mla.config import checkpoint_name, rope_config
 from engine_adapter.mla.fields import CheckpointError, Fields, read_json_object
 from engine_adapter.namespaces import checkpoint_files, latent_rope, mla_namespace, rotary
+from engine_adapter.vllm.paging import Geometry
 from engine_adapter.vllm.request_identity import Unidentified
 from engine_adapter.vllm.settings import Settings
 from kvtier.errors import ConfigError
@@ -36,25 +35,6 @@ from kvtier.types import Component, NamespaceSpec, RopeSpec
 
 _FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "runai_streamer")
 """Values of --load-format that load the checkpoint's safetensors, unchanged."""
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """The shape of vLLM's cache.
-
-    Attributes:
-        layers: Names of the attention layers, first layer first.
-        page_tokens: Tokens a page (vLLM's block).
-        page_bytes: Bytes of a page in one layer.
-        pages_per_block: Pages that make a kvtier block.
-        replicated: True for MLA: every rank of tensor parallelism has the same bytes.
-    """
-
-    layers: tuple[str, ...]
-    page_tokens: int
-    page_bytes: int
-    pages_per_block: int
-    replicated: bool
 
 
 def cache_geometry(
@@ -108,7 +88,8 @@ def _layer_order(name: str) -> tuple[int, str]:
 def model_namespace(
     vllm_config: VllmConfig, cache_config: KVCacheConfig, geometry: Geometry, settings: Settings
 ) -> NamespaceSpec:
-    """The model's namespace; where the cache is sharded, rank_namespace() makes it a rank's.
+    """The model's namespace; where the cache is sharded, namespaces.rank_namespace()
+    makes it a rank's.
 
     Reads the checkpoint on a host's first call (kvtier.hashing.weights_revision remembers).
 
@@ -138,17 +119,6 @@ def model_namespace(
         block_tokens=settings.block_tokens,
         tenant=settings.tenant,
     )
-
-
-def rank_namespace(spec: NamespaceSpec, rank: int, ranks: int) -> NamespaceSpec:
-    """The namespace of one rank's shard of the cache."""
-    if ranks == 1:
-        return spec
-    components = tuple(
-        dataclasses.replace(component, name=f"{component.name}.rank{rank}of{ranks}")
-        for component in spec.components
-    )
-    return dataclasses.replace(spec, components=components)
 
 
 def _checkpoint_dir(vllm_config: VllmConfig) -> Path:

@@ -8,6 +8,7 @@ are in a page is the attention backend's business (MLA: one record after the oth
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,25 @@ import torch
 from kvtier.errors import ConfigError
 
 Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The shape of vLLM's cache.
+
+    Attributes:
+        layers: Names of the attention layers, first layer first.
+        page_tokens: Tokens a page (vLLM's block).
+        page_bytes: Bytes of a page in one layer.
+        pages_per_block: Pages that make a kvtier block.
+        replicated: True for MLA: every rank of tensor parallelism has the same bytes.
+    """
+
+    layers: tuple[str, ...]
+    page_tokens: int
+    page_bytes: int
+    pages_per_block: int
+    replicated: bool
 
 
 class PagedLayers:

@@ -5,18 +5,10 @@ vLLM carries these values between its processes. They name blocks and pages; no 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
 
 from kvtier.types import BlockHash, Loss, NamespaceSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +49,8 @@ class Store:
     pages: Sequence[int]
 
 
-@dataclass(slots=True)
-class Plan(KVConnectorMetadata):
+@dataclass(frozen=True, slots=True)
+class Plan:
     """One step.
 
     Attributes:
@@ -80,8 +72,8 @@ class Plan(KVConnectorMetadata):
     loss: Loss
 
 
-@dataclass(slots=True)
-class Report(KVConnectorWorkerMetadata):
+@dataclass(frozen=True, slots=True)
+class Report:
     """What a worker's loads came to.
 
     Attributes:
@@ -92,7 +84,6 @@ class Report(KVConnectorWorkerMetadata):
     failed_step: int
     loss: Loss
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
+    def with_other(self, other: Report) -> Report:
         """Of two workers."""
-        assert isinstance(other, Report)
         return Report(max(self.failed_step, other.failed_step), max(self.loss, other.loss))

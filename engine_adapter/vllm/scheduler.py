@@ -10,31 +10,45 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Protocol
 
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
+from engine_adapter.namespaces import rank_namespace
 from engine_adapter.vllm.chain import HashChain
-from engine_adapter.vllm.model_identity import Geometry, rank_namespace
+from engine_adapter.vllm.counts import Counts
+from engine_adapter.vllm.paging import Geometry
 from engine_adapter.vllm.plan import Load, Plan, Report, Store
-from engine_adapter.vllm.request_identity import RequestIdentifier
+from engine_adapter.vllm.request_identity import IdentifiedRequest, RequestIdentifier
 from engine_adapter.vllm.settings import Settings
-from engine_adapter.vllm.stats import KvtierStats
 from kvtier.client import Client, GetResult
 from kvtier.types import MAX_BLOCKS_PER_CALL, Loss, NamespaceSpec, Tier
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
 log = logging.getLogger(__name__)
 
 LOOKUP_AGE_S = 1.0
 """How long the answer about a request that waits is good for: vLLM asks again in every step."""
 
-SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.SSD: CacheHitSource.DISK}
+PagesOf = Callable[[str], tuple[Sequence[int], ...]]
+"""A request's pages, in the order of their tokens, one list a group; there is one group."""
+
+
+class Request(IdentifiedRequest, Protocol):
+    """What of vllm.v1.request.Request says how far it is."""
+
+    num_computed_tokens: int
+    skip_reading_prefix_cache: bool
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of its prompt."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Known so far: prompt and answer."""
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """These tokens."""
 
 
 class CachedRequest:
@@ -76,19 +90,23 @@ class CachedRequest:
         """Ask anew next time."""
         self._found_key = None
 
-    def hits_by_source(self, tokens: int, block_tokens: int) -> dict[CacheHitSource, int]:
+    def hits_by_tier(self, tokens: int, block_tokens: int) -> dict[Tier, int]:
         """Loaded tokens by the tier that they were found on; slower tiers hold a prefix's tail."""
-        left, hits = tokens, {}
+        hits: dict[Tier, int] = {}
+        left = tokens
         for tier in (Tier.SSD, Tier.HOST):
             here = min(left, self._found.blocks_by_tier.get(tier, 0) * block_tokens)
             if here:
-                hits[SOURCES[tier]] = here
+                hits[tier] = here
                 left -= here
         return hits
 
 
 class SchedulerSide:
     """Plans every step.
+
+    Attributes:
+        counts: What it did since they were last taken.
 
     Args:
         client: Looks up.
@@ -121,12 +139,12 @@ class SchedulerSide:
         self._stores = stores
         self._requests: dict[str, CachedRequest] = {}
         self._unidentified: set[str] = set()
-        self._pages_of: Callable[[str], tuple[list[int], ...]] | None = None
+        self._pages_of: PagesOf | None = None
         self._planned: list[Load] = []
         self._step = 0
         self._failures_known = 0
         self._loss = Loss.EXACT
-        self._stats = KvtierStats()
+        self.counts = Counts()
 
     # A request waits
 
@@ -170,40 +188,46 @@ class SchedulerSide:
         cached.offered = blocks
         cached.loaded_pages = frozenset(destination)
         cached.forget_found()
-        self._stats.count("loads_planned")
+        self.counts.add("loads_planned")
 
-    def hits_by_source(self, request: Request, tokens: int) -> dict[CacheHitSource, int]:
+    def hits_by_tier(self, request: Request, tokens: int) -> dict[Tier, int]:
         """The loaded tokens by tier."""
         cached = self._requests.get(request.request_id)
-        return cached.hits_by_source(tokens, self._settings.block_tokens) if cached else {}
+        return cached.hits_by_tier(tokens, self._settings.block_tokens) if cached else {}
 
     # A step
 
-    def plan(self, output: SchedulerOutput) -> Plan:
-        """What the workers do in this step."""
+    def plan(self, scheduled: Mapping[str, int], preempted: Set[str], pages_of: PagesOf) -> Plan:
+        """What the workers do in this step.
+
+        Args:
+            scheduled: Tokens that it computes, by request.
+            preempted: Requests that lost their pages since the last step.
+            pages_of: Tells a request's pages, now and until the next step.
+        """
         self._step += 1
-        self._pages_of = output.kv_connector_block_state.resolve_block_ids
+        self._pages_of = pages_of
         loads, self._planned = self._planned, []
         return Plan(
             step=self._step,
             spec=self._spec,
             loads=loads,
-            stores=self._new_stores(output) if self._stores and self._requests else [],
-            preempted=frozenset(output.preempted_req_ids or ()),
+            stores=self._new_stores(scheduled) if self._stores and self._requests else [],
+            preempted=frozenset(preempted),
             failures_known=self._failures_known,
             loss=self._loss,
         )
 
-    def _new_stores(self, output: SchedulerOutput) -> list[Store]:
+    def _new_stores(self, scheduled: Mapping[str, int]) -> list[Store]:
         size, stores = self._settings.block_tokens, []
-        for request_id, scheduled in output.num_scheduled_tokens.items():
+        for request_id, fresh in scheduled.items():
             cached = self._requests.get(request_id)
             if cached is None or not cached.may_store:
                 continue
             request = cached.request
             # Computed after this step, and known: a token that is only a draft, or that an earlier
             # step is still sampling, is not in num_tokens.
-            tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
+            tokens = min(request.num_computed_tokens + fresh, request.num_tokens)
             if not self._settings.store_decode:
                 tokens = min(tokens, request.num_prompt_tokens)
             if (full := tokens // size) > cached.offered:
@@ -222,16 +246,20 @@ class SchedulerSide:
             tuple(pages[first * per_block : full * per_block]),
         )
 
-    def reported(self, output: KVConnectorOutput) -> None:
-        """What the workers said about a step."""
-        report = output.kv_connector_worker_meta
-        if isinstance(report, Report):
+    def reported(self, report: Report | None, bad_pages: Set[int]) -> None:
+        """What all workers said about a step.
+
+        Args:
+            report: None if they said nothing.
+            bad_pages: Pages whose load failed.
+        """
+        if report is not None:
             self._failures_known = max(self._failures_known, report.failed_step)
             self._loss = max(self._loss, report.loss)
-        if output.invalid_block_ids:
-            self._recompute(output.invalid_block_ids)
+        if bad_pages:
+            self._recompute(bad_pages)
 
-    def _recompute(self, bad_pages: set[int]) -> None:
+    def _recompute(self, bad_pages: Set[int]) -> None:
         """Loads failed; vLLM has set back the requests that touch those pages.
 
         Workers have stored nothing since, so every request offers its blocks again. A request
@@ -246,7 +274,7 @@ class SchedulerSide:
             if shared and not shared.isdisjoint(self._pages(cached)):
                 cached.may_store = False
 
-    def _pages(self, cached: CachedRequest) -> list[int]:
+    def _pages(self, cached: CachedRequest) -> Sequence[int]:
         assert self._pages_of is not None, "no step was planned, yet one was reported"
         [pages] = self._pages_of(cached.request.request_id)
         return pages
@@ -277,11 +305,6 @@ class SchedulerSide:
         log.info("cache reset: kvtier namespace moved on to revision %s", revision)
         return True
 
-    def take_stats(self) -> KvtierStats:
-        """Since the last call."""
-        stats, self._stats = self._stats, KvtierStats()
-        return stats
-
     # Parts
 
     def _cached(self, request: Request) -> CachedRequest | None:
@@ -291,7 +314,7 @@ class SchedulerSide:
             chain = self._identifier.chain(self._spec, request)
             if chain is None:
                 self._unidentified.add(name)
-                self._stats.count("unidentified_requests")
+                self.counts.add("unidentified_requests")
                 return None
             cached = self._requests[name] = CachedRequest(request, chain)
         return cached
@@ -305,5 +328,5 @@ class SchedulerSide:
             spec = rank_namespace(self._spec, rank, self._ranks)
             loss = self._settings.allowed_loss
             found.append(self._client.lookup(spec, hashes, allowed_loss=loss))
-        self._stats.count("lookups")
+        self.counts.add("lookups")
         return min(found, key=lambda result: result.num_blocks)

@@ -1,4 +1,4 @@
-"""What the connector counts, through vLLM's own statistics: its log line and its /metrics."""
+"""The connector's counters as vLLM wants them: for its log line and its /metrics."""
 
 from __future__ import annotations
 
@@ -11,37 +11,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from engine_adapter.vllm.counts import COUNTERS, Counts
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-COUNTERS: Mapping[str, str] = {
-    "lookups": "Prompts looked up in kvtier.",
-    "unidentified_requests": "Requests that are not cached, for they can't be identified.",
-    "loads_planned": "Requests for which blocks were to be loaded.",
-    "loaded_host_blocks": "Blocks loaded that were in host memory.",
-    "loaded_ssd_blocks": "Blocks loaded that were on an SSD only.",
-    "loaded_bytes": "Bytes loaded.",
-    "load_seconds": "Time that loads took, together.",
-    "failed_loads": "Loads that gave fewer blocks than were looked up; vLLM computed them.",
-    "stored_blocks": "Blocks copied to kvtier.",
-    "stored_bytes": "Bytes copied to kvtier.",
-    "store_seconds": "Time that stores took, together.",
-    "unstored_blocks": "Blocks that kvtier had no room for, or that it could not be asked about.",
-}
-"""Every counter; with several workers, each counts what it did itself."""
 
+class KvtierStats(KVConnectorStats):
+    """Counters of one interval."""
 
-class KvtierStats(KVConnectorStats):  # type: ignore[misc,unused-ignore]
-    """Counters since they were last taken; only those that moved are in `data`."""
-
-    def __init__(self, data: dict[str, Any] | None = None) -> None:
-        super().__init__(data={} if data is None else data)
-
-    def count(self, name: str, by: float = 1) -> None:
-        """Add to a counter of COUNTERS."""
-        assert name in COUNTERS, name
-        if by:
-            self.data[name] = self.data.get(name, 0) + by
+    def __init__(self, data: Mapping[str, float] | None = None) -> None:
+        super().__init__(data=Counts(data or {}))
 
     def reset(self) -> None:
         """Back to zero."""
@@ -50,19 +30,23 @@ class KvtierStats(KVConnectorStats):  # type: ignore[misc,unused-ignore]
     def aggregate(self, other: KVConnectorStats) -> KvtierStats:
         """Add another's to these."""
         for name, value in other.data.items():
-            self.count(name, value)
+            self.data.add(name, value)
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """For vLLM's log line."""
         return {name: round(value, 3) for name, value in self.data.items()}
 
+    def to_dict(self) -> dict[str, float]:
+        """As it travels between vLLM's processes."""
+        return dict(self.data)
+
     def is_empty(self) -> bool:
         """True if nothing was counted."""
         return not self.data
 
 
-class KvtierPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc,unused-ignore]
+class KvtierPromMetrics(KVConnectorPromMetrics):
     """The same counters for vLLM's /metrics: vllm:kvtier_NAME, one an engine."""
 
     def __init__(

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from engine_adapter.vllm.model_identity import Geometry, rank_namespace
-from engine_adapter.vllm.paging import Bytes, PagedLayers
+from engine_adapter.namespaces import rank_namespace
+from engine_adapter.vllm.counts import Counts
+from engine_adapter.vllm.paging import Bytes, Geometry, PagedLayers
 from engine_adapter.vllm.plan import Load, Plan, Report, Store
 from engine_adapter.vllm.settings import Settings
-from engine_adapter.vllm.stats import KvtierStats
 from kvtier.client import Client, WriteLease
 from kvtier.types import MAX_BLOCKS_PER_CALL, BlockHash, Loss, NamespaceSpec
 
@@ -67,6 +67,9 @@ class StoredRequest:
 class WorkerSide:
     """Copies what the plan says.
 
+    Attributes:
+        counts: What it did since they were last taken.
+
     Args:
         client: Leases.
         geometry: Of this worker's cache.
@@ -100,7 +103,7 @@ class WorkerSide:
         self._bad_pages: set[int] = set()
         self._failed_step = 0
         self._loss = Loss.EXACT
-        self._stats = KvtierStats()
+        self.counts = Counts()
 
     def use(self, layers: PagedLayers) -> None:
         """This worker's cache is there."""
@@ -174,11 +177,6 @@ class WorkerSide:
         """For the scheduler's side."""
         return Report(self._failed_step, self._loss)
 
-    def take_stats(self) -> KvtierStats:
-        """Since the last call."""
-        stats, self._stats = self._stats, KvtierStats()
-        return stats
-
     def close(self) -> None:
         """Give everything back."""
         self._forget(self._requests)
@@ -216,16 +214,16 @@ class WorkerSide:
         per_block = self._geometry.pages_per_block
         good_pages = max(0, (right - load.first) * per_block - load.skip)
         self._bad_pages.update(load.pages[good_pages:])
-        self._stats.count("failed_loads")
+        self.counts.add("failed_loads")
         return False
 
     def _count(self, load: Load, outcome: Outcome) -> None:
         blocks = max(0, outcome.blocks - load.first)
         on_ssd = min(blocks, outcome.on_ssd)
-        self._stats.count("loaded_host_blocks", blocks - on_ssd)
-        self._stats.count("loaded_ssd_blocks", on_ssd)
-        self._stats.count("loaded_bytes", blocks * self._require_layers().block_bytes)
-        self._stats.count("load_seconds", outcome.seconds)
+        self.counts.add("loaded_host_blocks", blocks - on_ssd)
+        self.counts.add("loaded_ssd_blocks", on_ssd)
+        self.counts.add("loaded_bytes", blocks * self._require_layers().block_bytes)
+        self.counts.add("load_seconds", outcome.seconds)
 
     # Storing
 
@@ -263,13 +261,13 @@ class WorkerSide:
         room.write_with(fill)
         room.commit_later()
         covered = room.covered_blocks
-        self._stats.count("stored_blocks", len(room.indices))
-        self._stats.count("stored_bytes", len(room.indices) * layers.block_bytes)
-        self._stats.count("unstored_blocks", len(request.hashes) - covered)
+        self.counts.add("stored_blocks", len(room.indices))
+        self.counts.add("stored_bytes", len(room.indices) * layers.block_bytes)
+        self.counts.add("unstored_blocks", len(request.hashes) - covered)
         if covered:
             request.parent = request.hashes[covered - 1]
             del request.hashes[:covered], request.pages[: covered * per_block]
-        self._stats.count("store_seconds", time.perf_counter() - started_s)
+        self.counts.add("store_seconds", time.perf_counter() - started_s)
 
     def _forget(self, requests: dict[str, StoredRequest]) -> None:
         for request in requests.values():
