@@ -8,25 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from engine_adapter.mla.config import RopeConfig
-from engine_adapter.mla.weights import weight_files
 from kvtier.types import Component, NamespaceSpec, RopeSpec
 
-
-def checkpoint_files(checkpoint_dir: Path) -> list[Path]:
-    """The files whose content decides what a model computes: weights, and config.json.
-
-    Both go into the namespace's weights revision: another epsilon or another number of experts a
-    token, over the same weights, is another cache.
-
-    Raises:
-        CheckpointError: there are no safetensors, or one is missing.
-    """
-    return [*weight_files(checkpoint_dir), checkpoint_dir / "config.json"]
+if TYPE_CHECKING:  # The engine imports this module.
+    from engine_adapter.mla.config import RopeConfig
 
 
 def latent_rope(layers: int, block_tokens: int, record_width: int, dtype: torch.dtype) -> Component:
@@ -59,7 +48,7 @@ def mla_namespace(
 
     Args:
         model_id: The model's public name (mla.config.checkpoint_name).
-        weights_revision: hashing.weights_revision of checkpoint_files().
+        weights_revision: hashing.weights_revision of mla.weights.checkpoint_files().
         component: As latent_rope() makes it.
         rope: As rotary() makes it.
         tenant: Blocks are shared only within a tenant.

@@ -24,8 +24,7 @@ from engine_adapter.mla.prefix_cache import PrefixCache, SequenceBlocks, namespa
 from engine_adapter.mla.request import Completion, Request, Residency, Token
 from engine_adapter.mla.sampling import FinishReason, SamplingParams
 from engine_adapter.mla.tokenizer import Tokenizer
-from engine_adapter.mla.weights import load_weights
-from engine_adapter.namespaces import checkpoint_files
+from engine_adapter.mla.weights import checkpoint_files, load_weights
 from kvtier.errors import KvtierError
 from kvtier.types import NamespaceSpec
 

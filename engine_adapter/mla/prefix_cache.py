@@ -257,7 +257,7 @@ def namespace_spec(
 
     Args:
         config: The model.
-        files: Its checkpoint (namespaces.checkpoint_files); their content is the revision.
+        files: Its checkpoint (weights.checkpoint_files); their content is the revision.
         dtype: Of the cache and of all computing.
         tenant: See PrefixCache.
 

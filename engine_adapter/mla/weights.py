@@ -44,6 +44,18 @@ def weight_files(checkpoint_dir: Path) -> list[Path]:
     return files
 
 
+def checkpoint_files(checkpoint_dir: Path) -> list[Path]:
+    """The files whose content decides what a model computes: weights, and config.json.
+
+    Both go into the namespace's weights revision: another epsilon or another number of experts a
+    token, over the same weights, is another cache.
+
+    Raises:
+        CheckpointError: there are no safetensors, or one is missing.
+    """
+    return [*weight_files(checkpoint_dir), checkpoint_dir / "config.json"]
+
+
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor the model needs."""
     hidden = config.hidden_size

@@ -25,7 +25,8 @@ from vllm.v1.kv_cache_interface import (
 
 from engine_adapter.mla.config import checkpoint_name, rope_config
 from engine_adapter.mla.fields import CheckpointError, Fields, read_json_object
-from engine_adapter.namespaces import checkpoint_files, latent_rope, mla_namespace, rotary
+from engine_adapter.mla.weights import checkpoint_files
+from engine_adapter.namespaces import latent_rope, mla_namespace, rotary
 from engine_adapter.vllm.paging import Geometry
 from engine_adapter.vllm.request_identity import Unidentified
 from engine_adapter.vllm.settings import Settings
