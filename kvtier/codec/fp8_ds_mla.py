@@ -89,20 +89,25 @@ class Fp8DsMla(Codec):
                     _decode(source, piece)
                 else:
                     np.copyto(piece.data, source)
-        for component, element, sign in encoded[records_bytes:].view(_INFINITY).tolist():
-            self._write_infinity(found, component, element, sign)
+        if tail_bytes:
+            self._write_infinities(found, encoded[records_bytes:].view(_INFINITY))
 
-    def _write_infinity(self, found: list[Piece], component: int, element: int, sign: int) -> None:
-        if not (
-            component < len(found)
-            and found[component].is_latent
-            and element < found[component].elements
-            and sign in (1, -1)
-        ):
-            raise CorruptBlock(f"{self.name}: no place {component}, {element} or sign {sign}")
-        piece = found[component]
-        target = elements(piece.data, piece.component.dtype)
-        round_to(np.full(1, sign * np.inf, dtype=np.float32), target[element : element + 1])
+    def _write_infinities(self, found: list[Piece], entries: npt.NDArray[np.void]) -> None:
+        left = entries.size
+        for number, piece in enumerate(found):
+            here = entries[entries["component"] == number]
+            places, signs = here["element"], here["sign"]
+            if piece.is_latent and bool(
+                np.all((places < piece.elements) & (np.abs(signs, dtype=np.int16) == 1))
+            ):
+                values = np.empty(
+                    here.size, dtype=elements(piece.data, piece.component.dtype).dtype
+                )
+                round_to(signs * np.float32(np.inf), values)
+                elements(piece.data, piece.component.dtype)[places] = values
+                left -= here.size
+        if left:
+            raise CorruptBlock(f"{self.name}: {left} infinities have no place or no sign")
 
 
 @dataclass(frozen=True, slots=True)

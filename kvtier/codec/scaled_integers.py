@@ -28,7 +28,8 @@ records are rows of one layer. Each layer is cut into tiles of 64 rows, the last
 The latent part and, if there is one, the rotary part of the record are called parts. The planes:
 
     steps     layers * tiles * width   u8 b: the step is 2^((b - 128) / 2), as float32
-    means     layers * tiles * width   i16 m, two planes: the mean is m times 4 steps
+    means     layers * tiles * width   i16 m: the mean is m times 4 steps. Two planes, of the u16
+                                       2 * m if m >= 0, else -2 * m - 1: few have a high byte
     codes     layers * rows * part     i8, a plane a part: -128 an exception, else -127..127
     low bits  layers * rows * rotary part / 8, rounded up: one bit l a code, the first in bit 7
     exceptions of each part, as many planes as an element has bytes: their bits, in order
@@ -135,8 +136,8 @@ class Q6(ScaledIntegers):
 
     id = 4
     name = "q6"
-    latent_step = 0.11
-    rope_step = 0.012
+    latent_step = 0.116
+    rope_step = 0.014
 
 
 class Q4(ScaledIntegers):
@@ -287,6 +288,7 @@ class _Latent:
         steps = planes.read(grid.layers * grid.tiles * grid.width).reshape(shape)
         means = np.empty(shape, dtype="<i2")
         planes.read_elements(_bytes_of(means), 2)
+        means = (means >> 1 & 0x7FFF) ^ -(means & 1)
         codes = [part.read(planes, grid.layers, grid.rows) for part in grid.parts]
         exceptions = []
         for part, found in zip(grid.parts, codes, strict=True):
@@ -299,7 +301,7 @@ class _Latent:
     def write(self, planes: PlaneWriter, grid: _Grid, itemsize_bytes: int) -> None:
         """Append a latent's planes."""
         planes.add(_bytes_of(self.steps))
-        planes.add_elements(_bytes_of(self.means), 2)
+        planes.add_elements(_bytes_of(self.means << 1 ^ self.means >> 15), 2)
         for part, codes in zip(grid.parts, self.codes, strict=True):
             part.write(codes, planes)
         for exceptions in self.exceptions:
@@ -425,10 +427,13 @@ def _choose_steps(
     channels: _Channels, grid: _Grid, rule: _Rule
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int16]]:
     """Names of the steps, and the means in 4 steps, both (tiles, width)."""
-    energy = np.add.reduceat(channels.variance, [p.columns.start for p in grid.parts], axis=1)
+    starts = [part.columns.start for part in grid.parts]
+    # The sum of some hundred of the largest variances is no float32.
+    energy = np.add.reduceat(channels.variance, starts, axis=1, dtype=np.float64)
+    overall = np.sqrt(energy).astype(np.float32)
     square = np.sqrt(channels.variance)  # Becomes the square of the step.
     for number, part in enumerate(grid.parts):
-        square[:, part.columns] *= np.sqrt(energy[:, number, None])
+        square[:, part.columns] *= overall[:, number, None]
     square *= rule.factor
     np.maximum(square, channels.peak_square * rule.least_by_peak, out=square)
     np.maximum(square, np.square(channels.mean) * _LEAST_BY_MEAN, out=square)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -193,6 +194,45 @@ class CodecContract:
         except CorruptBlock as error:
             assert self.codec.name in str(error)  # noqa: PT017 - either outcome is right
 
+    @ours
+    @given(st.data())
+    def test_a_forged_plane_decodes_or_is_corrupt_in_bounded_memory(
+        self, data: st.DataObject
+    ) -> None:
+        encoded = self.codec.encode(latents(), LATENTS)
+        planes = planes_of(encoded) or [(0, encoded.tobytes())]
+        at = data.draw(st.integers(0, len(planes) - 1))
+        forged = data.draw(st.sampled_from(FORGERIES))(unpacked(planes[at]))
+        mode = data.draw(st.sampled_from([1, 0, 2]))
+        if len(planes) == 1:
+            hostile = np.frombuffer(forged, dtype=np.uint8)
+        else:
+            hostile = packed([*planes[:at], (mode, forged), *planes[at + 1 :]])
+        tracemalloc.start()
+        try:
+            self._decode(hostile, LATENTS)
+        except CorruptBlock as error:
+            assert self.codec.name in str(error)  # noqa: PT017 - either outcome is right
+        finally:
+            _, peak_bytes = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+        assert peak_bytes < 4 * LATENTS.block_bytes + (2 << 20) < BOMB_BYTES
+
+    @ours
+    @given(st.data())
+    def test_an_entry_that_lies_decodes_or_is_corrupt(self, data: st.DataObject) -> None:
+        encoded = self.codec.encode(latents(), LATENTS).copy()
+        planes = planes_of(encoded)
+        if not planes:
+            return  # No entries. Flipped bytes are tested above.
+        at = data.draw(st.integers(0, len(planes) - 1))
+        size = data.draw(st.integers(0, 2**32 - 1) | st.integers(0, 70_000))
+        if size == len(planes[at][1]):
+            return
+        encoded[5 * at + 1 : 5 * at + 5] = np.frombuffer(struct.pack("<I", size), dtype=np.uint8)
+        with pytest.raises(CorruptBlock):
+            self._decode(encoded, LATENTS)
+
     def test_threads_share_it(self) -> None:
         blocks = [latents(seed=seed) for seed in range(8)]
 
@@ -242,18 +282,75 @@ def golden(name: str) -> Bytes:
     return np.fromfile(GOLDENS / f"{name}.bin", dtype=np.uint8)
 
 
+Plane = tuple[int, bytes]
+"""Mode and stored bytes."""
+
+
+def planes_of(stored: Bytes) -> list[Plane]:
+    """The planes of a stored form; none if it is not made of planes."""
+    data, entries = stored.tobytes(), []
+    for entry in struct.iter_unpack("<BI", data[: len(data) // 5 * 5]):
+        entries.append(entry)
+        ends = [5 * len(entries), *(size for _, size in entries)]
+        if sum(ends) > len(data):
+            break
+        if sum(ends) == len(data):
+            bounds = np.cumsum(ends).tolist()
+            bodies = [data[start:end] for start, end in pairwise(bounds)]
+            return [(mode, body) for (mode, _), body in zip(entries, bodies, strict=True)]
+    return []
+
+
+def packed(planes: list[Plane]) -> Bytes:
+    """The opposite of planes_of()."""
+    header = b"".join(struct.pack("<BI", mode, len(body)) for mode, body in planes)
+    return np.frombuffer(header + b"".join(body for _, body in planes), dtype=np.uint8)
+
+
+def unpacked(plane: Plane) -> bytes:
+    """What a plane holds."""
+    mode, body = plane
+    return zstandard.ZstdDecompressor().decompress(body) if mode else body
+
+
 def contents(stored: Bytes) -> list[bytes]:
     """What the planes of a stored form hold; the stored form itself if it has none."""
-    data = stored.tobytes()
-    for planes in range(1, len(data) // 5):
-        entries = list(struct.iter_unpack("<BI", data[: 5 * planes]))
-        if 5 * planes + sum(size for _, size in entries) == len(data):
-            ends = np.cumsum([5 * planes, *(size for _, size in entries)]).tolist()
-            bodies = [data[start:end] for start, end in pairwise(ends)]
-            unpack = zstandard.ZstdDecompressor().decompress
-            both = zip(entries, bodies, strict=True)
-            return [unpack(body) if mode else body for (mode, _), body in both]
-    return [data]
+    return [unpacked(plane) for plane in planes_of(stored)] or [stored.tobytes()]
+
+
+def frame_of(data: bytes) -> bytes:
+    """A zstd frame."""
+    return zstandard.ZstdCompressor().compress(data)
+
+
+def lying_frame(claimed_bytes: int, actual_bytes: int) -> bytes:
+    """A zstd frame whose header claims another length than it has (RFC 8878, 3.1.1.1)."""
+    frame = frame_of(bytes(actual_bytes))
+    # Frame content size follows the descriptor (bit 5: no window byte), in 1, 2, 4 or 8 bytes.
+    rest = frame[5 + (1, 2, 4, 8)[frame[4] >> 6] :]
+    return frame[:4] + b"\xa0" + struct.pack("<I", claimed_bytes) + rest
+
+
+BOMB_BYTES = 8 << 20
+FORGERIES: list[Callable[[bytes], bytes]] = [
+    lambda plain: np.random.default_rng(0).bytes(len(plain)),
+    lambda plain: b"\xff" * len(plain),
+    lambda plain: b"\x80" * len(plain),
+    lambda plain: frame_of(plain) * 2,
+    lambda plain: frame_of(plain)[:-1],
+    lambda plain: zstandard.ZstdCompressor(write_content_size=False).compress(plain),
+    lambda plain: struct.pack("<II", 0x184D2A50, len(plain)) + plain,  # A frame to be skipped.
+    lambda plain: b"",
+    lambda plain: frame_of(b""),
+    lambda plain: frame_of(plain[:-1]),
+    lambda plain: frame_of(plain + b"x"),
+    lambda plain: frame_of(bytes(BOMB_BYTES)),
+    lambda plain: lying_frame(len(plain), 0),
+    lambda plain: lying_frame(len(plain), len(plain) // 2),
+    lambda plain: lying_frame(len(plain), BOMB_BYTES),
+    lambda plain: lying_frame(BOMB_BYTES, len(plain)),
+]
+"""Stored bytes that nobody wrote for a plane of these."""
 
 
 class TestRaw(CodecContract):

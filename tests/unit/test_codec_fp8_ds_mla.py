@@ -167,3 +167,29 @@ def test_rounding_is_that_of_torch() -> None:
     assert torch.equal(got[usual], wanted[usual])
     assert torch.equal(got.isnan(), wanted.isnan())
     assert bool(got[torch.from_numpy(np.isfinite(source))].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_block_of_nothing_but_infinity_comes_back(dtype: str) -> None:
+    """Longer than the block (encode_block stores it raw), but right."""
+    values = torch.full((2, 150, 576), torch.inf, dtype=DTYPES[dtype])
+    values[:, ::2] *= -1
+    layout = spec(tuple(values.shape), dtype)
+    encoded = CODEC.encode(bytes_of(values), layout)
+    assert encoded.size == 2 * 150 * (656 + 512 * 9)
+    assert torch.equal(decoded(encoded, layout), values)
+
+
+def test_any_scale_is_read_without_a_warning() -> None:
+    """Hostile scales: NaN, infinity, negative, denormal."""
+    values = records(7).bfloat16()[:1, :6]
+    layout = spec(tuple(values.shape))
+    encoded = CODEC.encode(bytes_of(values), layout).copy()
+    scales = encoded.reshape(-1, 656)[:, 512:528].view("<u4")
+    scales[:] = np.array([0x7FC00000, 0x7F800000, 0xFF7FFFFF, 1, 0x80000000, 0], "<u4")[:, None]
+    codes = torch.from_numpy(encoded.reshape(-1, 656)[:, :512].copy()).view(torch.float8_e4m3fn)
+    numbers = torch.from_numpy(scales.repeat(128, axis=1).view("<f4"))
+    wanted, got = (codes.float() * numbers), decoded(encoded, layout)[0, :, :512].float()
+    assert torch.equal(got.isnan(), wanted.isnan())
+    assert torch.equal(got.isinf(), wanted.isinf())
+    assert torch.equal(got[3], wanted.bfloat16()[3].float())
