@@ -68,7 +68,6 @@ _PEAK_CODE = 124  # What is left of 127 after half a mean's step.
 # Squares of steps are rounded to the nearest power of 2, this never to less than it must be: 32,000
 # steps fit an int16.
 _LEAST_BY_MEAN = np.float32(2**0.5 / (4 * 32_000) ** 2)
-_LARGEST_SQUARE = np.float32(2.0**126)
 _WHOLE = np.float32(3 * 2.0**22)  # Its low 16 bits are 0, and numbers around it are whole.
 _SQRT_2_TO_2 = np.int32(0x40000000 - 0x3FB504F3)
 
@@ -325,22 +324,24 @@ def _planes_of(piece: Piece) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """How steps are chosen; both (width,) float32.
+    """How steps are chosen.
 
     Attributes:
-        factor: Of the product of the channel's spread and the root of its part's summed variance.
-        least_by_peak: Of the squared peak, below which the squared step would need larger codes.
+        factor: (parts,) float64, of the product of the channel's spread and the root of its part's
+            summed variance.
+        least_by_peak: (width,) float32, of the squared peak: below it the squared step would need
+            larger codes.
     """
 
-    factor: Floats
+    factor: npt.NDArray[np.float64]
     least_by_peak: Floats
 
     @classmethod
     def of(cls, grid: _Grid, k: Sequence[float]) -> _Rule:
         """The rule for the parts' k."""
-        factor, least = np.empty((2, grid.width), dtype=np.float32)
-        for part, part_k in zip(grid.parts, k, strict=False):
-            factor[part.columns] = part_k * part_k / part.width**0.5
+        factor, least = np.empty(len(grid.parts)), np.empty(grid.width, dtype=np.float32)
+        for number, (part, part_k) in enumerate(zip(grid.parts, k, strict=False)):
+            factor[number] = part_k * part_k / part.width**0.5
             least[part.columns] = 2**0.5 / (_PEAK_CODE << part.low_bits) ** 2
         return cls(factor, least)
 
@@ -428,16 +429,15 @@ def _choose_steps(
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int16]]:
     """Names of the steps, and the means in 4 steps, both (tiles, width)."""
     starts = [part.columns.start for part in grid.parts]
-    # The sum of some hundred of the largest variances is no float32.
+    # The sum of some hundred of the largest variances is no float32. Their mean is, and a spread
+    # is 2^61 at most, so no square is beyond 2^122.
     energy = np.add.reduceat(channels.variance, starts, axis=1, dtype=np.float64)
-    overall = np.sqrt(energy).astype(np.float32)
+    overall = (np.sqrt(energy) * rule.factor).astype(np.float32)
     square = np.sqrt(channels.variance)  # Becomes the square of the step.
     for number, part in enumerate(grid.parts):
         square[:, part.columns] *= overall[:, number, None]
-    square *= rule.factor
     np.maximum(square, channels.peak_square * rule.least_by_peak, out=square)
     np.maximum(square, np.square(channels.mean) * _LEAST_BY_MEAN, out=square)
-    np.minimum(square, _LARGEST_SQUARE, out=square)
     # The nearest whole log2 is in the exponent, once numbers from sqrt(2) on have that of 2.
     halves = (square.view(np.int32) + _SQRT_2_TO_2) >> 23
     steps = (halves + (128 - 127)).astype(np.uint8)
