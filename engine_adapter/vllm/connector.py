@@ -144,9 +144,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Note where the tokens go; 0 for none, or that they are there."""
-        if num_external_tokens:
-            [pages] = blocks.get_block_ids()
-            self._scheduling.allocated(request, pages, num_external_tokens)
+        [pages] = blocks.get_block_ids()
+        self._scheduling.allocated(request, pages, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int

@@ -45,7 +45,10 @@ class Medium(Protocol):
     """vllm.multimodal.inputs.MultiModalFeatureSpec."""
 
     identifier: str | None
-    mm_position: Span
+
+    @property
+    def mm_position(self) -> Span:
+        """Its placeholder tokens."""
 
 
 class IdentifiedRequest(Protocol):

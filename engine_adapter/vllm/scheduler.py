@@ -87,7 +87,7 @@ class CachedRequest:
         return self._found
 
     def forget_found(self) -> None:
-        """Ask anew next time."""
+        """It waits no more; if it comes back, what it has stored meanwhile counts."""
         self._found_key = None
 
     def hits_by_tier(self, tokens: int, block_tokens: int) -> dict[Tier, int]:
@@ -166,9 +166,18 @@ class SchedulerSide:
         return max(0, found.num_blocks * size - local_tokens)
 
     def allocated(self, request: Request, pages: Sequence[int], loaded_tokens: int) -> None:
-        """vLLM gave the request its pages, and will have these tokens loaded into some of them."""
+        """vLLM gave the request its pages, and will have these tokens loaded into some of them.
+
+        Args:
+            request: It does not wait any more.
+            pages: Its pages, in the order of their tokens.
+            loaded_tokens: Behind those that matched_tokens() was told of; 0 for none.
+        """
         cached = self._requests.get(request.request_id)
-        if cached is None or not loaded_tokens:
+        if cached is None:
+            return
+        cached.forget_found()
+        if not loaded_tokens:
             return
         size, page_tokens = self._settings.block_tokens, self._geometry.page_tokens
         local = cached.local_tokens
@@ -187,7 +196,6 @@ class SchedulerSide:
         )
         cached.offered = blocks
         cached.loaded_pages = frozenset(destination)
-        cached.forget_found()
         self.counts.add("loads_planned")
 
     def hits_by_tier(self, request: Request, tokens: int) -> dict[Tier, int]:
