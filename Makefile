@@ -77,9 +77,9 @@ $(VLLM)/installed.stamp: pyproject.toml constraints-vllm.txt
 # SGLang's own requirements are for serving on GPUs; these are what its KV cache imports.
 $(SGLANG)/installed.stamp: pyproject.toml constraints-sglang.txt
 	$(VENV_OF_TARGET)
-	$(@D)/bin/python -m pip install -q -c constraints-sglang.txt -e . $(TEST_TOOLS) aiohttp ipython \
-		msgspec numpy orjson packaging pillow psutil pybase64 pydantic pyzmq requests starlette \
-		torch tqdm triton
+	$(@D)/bin/python -m pip install -q -c constraints-sglang.txt -e . $(TEST_TOOLS) aiohttp \
+		apache-tvm-ffi compressed-tensors dill gguf ipython msgspec numpy orjson packaging pillow \
+		psutil pybase64 pydantic pyzmq requests sentencepiece starlette torch tqdm transformers triton
 	$(@D)/bin/python -m pip install -q -c constraints-sglang.txt --no-deps sglang
 	@touch $@
 
