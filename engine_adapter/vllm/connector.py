@@ -217,7 +217,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """After the forward."""
-        self._working.store(self._plan)
+        self._working.store()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Loads between steps that are over, whatever came of them."""

@@ -142,13 +142,9 @@ class WorkerSide:
                 self._failed_step = plan.step
         self._find_room(plan)  # Only now is it known what the blocks may have lost.
 
-    def store(self, plan: Plan) -> None:
+    def store(self) -> None:
         """After the forward: copy out what it has filled."""
         waiting, self._to_store = self._to_store, []
-        if plan.failures_known < self._failed_step:
-            # Everything computed since that load may be wrong. The scheduler offers it again.
-            self._forget(self._requests)
-            return
         for request in waiting:
             self._store(request)
 
@@ -228,6 +224,10 @@ class WorkerSide:
     # Storing
 
     def _find_room(self, plan: Plan) -> None:
+        """Not after a failed load: everything computed since may be wrong.
+
+        Once the scheduler's side knows of it, it offers every request's blocks again.
+        """
         if self._stores_here and plan.failures_known >= self._failed_step:
             self._to_store = [self._offer(store) for store in plan.stores]
 
@@ -250,8 +250,7 @@ class WorkerSide:
 
     def _store(self, request: StoredRequest) -> None:
         room, request.room = request.room, None
-        if room is None:
-            return  # Forgotten meanwhile.
+        assert room is not None, "a request waits in _to_store once for each room"
         started_s, layers = time.perf_counter(), self._require_layers()
         per_block = self._geometry.pages_per_block
 

@@ -202,7 +202,7 @@ class Engine:
                 self._forward(rank, self.requests[name], scheduled[name])
             if not now:
                 rank.side.load(plan)
-            rank.side.store(plan)
+            rank.side.store()
             loaded |= rank.side.end(over)
             bad |= rank.side.take_bad_pages()
             mine = rank.side.report()
