@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine_adapter.sglang import KvtierHiCache
+from engine_adapter.sglang_version import TESTED, check_version
 from kvtier.client import Client
 from kvtier.errors import ConfigError, InvalidRequest, KvtierError
 from kvtier.process import DaemonProcess
@@ -625,6 +626,17 @@ def test_close_ends_the_session(start_backend: Start, daemon: DaemonProcess) -> 
 
 
 # Wrong configurations stop the start
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.4.9.post1", "0.6.0", "1.0", "unknown"])
+def test_a_version_that_was_not_tested_is_told(version: str) -> None:
+    with pytest.raises(ImportError, match=rf"tested with sglang {TESTED}.*this is {version}"):
+        check_version(version)
+
+
+@pytest.mark.parametrize("version", [TESTED, "0.5.23.post1", "0.5.24rc1"])
+def test_the_tested_version_and_its_fixes_are_let_through(version: str) -> None:
+    check_version(version)
 
 
 @pytest.mark.parametrize(
