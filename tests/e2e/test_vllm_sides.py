@@ -11,30 +11,43 @@ from engine_adapter.namespaces import rank_namespace
 from engine_adapter.vllm.settings import Settings
 from kvtier.client import Client
 from kvtier.process import DaemonProcess
-from kvtier.types import Loss, MissReason, Tier
-from tests.e2e.conftest import Connect, StartDaemon
+from kvtier.types import Loss, MissReason, NamespaceSpec, Tier
+from tests.e2e.conftest import Connect, StartDaemon, daemons
 from tests.e2e.support import PATIENCE_S, counter, eventually
 from tests.e2e.vllm_steps import (
     BLOCK_TOKENS,
     PER_BLOCK,
-    SPEC,
     Engine,
     Rank,
     Request,
     request_of,
+    spec_of,
 )
 
 MakeEngine = Callable[..., Engine]
 
 
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """One for all tests here; each has a namespace of its own."""
+    with daemons(tmp_path_factory.mktemp("daemon")) as start:
+        yield start()
+
+
 @pytest.fixture
-def make_engine() -> Iterator[MakeEngine]:
+def spec(request: pytest.FixtureRequest) -> NamespaceSpec:
+    """This test's namespace."""
+    return spec_of(request.node.name)
+
+
+@pytest.fixture
+def make_engine(spec: NamespaceSpec) -> Iterator[MakeEngine]:
     """Make engines with one MLA worker; at the end each is shut down."""
     engines: list[Engine] = []
 
     def make(client: Client, settings: Settings | None = None, **options: bool) -> Engine:
         values = settings or Settings()
-        engine = Engine(client, [Rank(client, values)], values, **options)
+        engine = Engine(client, spec, [Rank(client, values)], values, **options)
         engines.append(engine)
         return engine
 
@@ -135,7 +148,7 @@ def test_pages_that_vllm_has_are_left_alone(
 
 
 def test_a_failed_load_names_its_pages_and_is_computed_again(
-    daemon: DaemonProcess, connect: Connect, make_engine: MakeEngine
+    daemon: DaemonProcess, connect: Connect, make_engine: MakeEngine, spec: NamespaceSpec
 ) -> None:
     """User report 6: the good head is kept, nothing computed behind the hole is stored."""
     client = connect(daemon)
@@ -147,7 +160,7 @@ def test_a_failed_load_names_its_pages_and_is_computed_again(
     assert engine.admit(again) == 320
     again.all_token_ids += range(9000, 9054)  # What this step computes fills one block more.
     engine.grow(again)
-    client.drop(SPEC, engine.hashes(first)[2:])
+    client.drop(spec, engine.hashes(first)[2:])
     bad, _ = engine.step({"b": 64})
     assert bad == set(again.pages[2 * PER_BLOCK : 5 * PER_BLOCK])
     assert engine.ranks[0].side.counts["failed_loads"] == 1
@@ -164,7 +177,7 @@ def test_a_failed_load_names_its_pages_and_is_computed_again(
 
 
 def test_a_plan_made_before_the_failure_was_known_stores_nothing(
-    daemon: DaemonProcess, connect: Connect, make_engine: MakeEngine
+    daemon: DaemonProcess, connect: Connect, make_engine: MakeEngine, spec: NamespaceSpec
 ) -> None:
     """vLLM schedules a step ahead: that step, too, computes behind the hole."""
     client = connect(daemon)
@@ -175,7 +188,7 @@ def test_a_plan_made_before_the_failure_was_known_stores_nothing(
     has_blocks(client, engine, first, 3)
     again = request_of("b", 200)
     assert engine.admit(again) == 192
-    client.drop(SPEC, engine.hashes(first)[1:])
+    client.drop(spec, engine.hashes(first)[1:])
     one, two = {"b": 8}, {"b": 56, "other": 28}
     failing = engine.plan(one)
     again.all_token_ids += range(9000, 9056)
@@ -200,8 +213,28 @@ def test_a_plan_made_before_the_failure_was_known_stores_nothing(
     engine.check(again, 4)
 
 
+def test_after_a_failure_all_blocks_are_offered_again(
+    daemon: DaemonProcess, connect: Connect, make_engine: MakeEngine, spec: NamespaceSpec
+) -> None:
+    """From the first: kvtier may have lost those that it had."""
+    client = connect(daemon)
+    engine = make_engine(client)
+    first = request_of("a", 200)
+    engine.prefill(first)
+    has_blocks(client, engine, first, 3)
+    running, failing = request_of("b", 200), request_of("c", 200)
+    assert engine.prefill(running) == 192
+    assert engine.admit(failing) == 192
+    client.drop(spec, engine.hashes(first))
+    bad, _ = engine.step({"c": 8})
+    assert len(bad) == 3 * PER_BLOCK
+    running.all_token_ids.append(1)
+    engine.step({"b": 1})
+    has_blocks(client, engine, running, 3)
+
+
 def test_who_shares_a_bad_page_stores_nothing_behind_it(
-    daemon: DaemonProcess, connect: Connect, make_engine: MakeEngine
+    daemon: DaemonProcess, connect: Connect, make_engine: MakeEngine, spec: NamespaceSpec
 ) -> None:
     client = connect(daemon)
     engine = make_engine(client)
@@ -215,7 +248,7 @@ def test_who_shares_a_bad_page_stores_nothing_behind_it(
     engine.scheduler.matched_tokens(sharer, 192)
     engine.grow(sharer)
     sharer.num_computed_tokens = 192
-    client.drop(SPEC, engine.hashes(first))
+    client.drop(spec, engine.hashes(first))
     engine.step({"owner": 8, "sharer": 108})
     owner.num_computed_tokens = 0
     sharer.num_computed_tokens = 192
@@ -228,15 +261,17 @@ def test_who_shares_a_bad_page_stores_nothing_behind_it(
     has_blocks(client, engine, sharer, 4)
 
 
-def test_what_one_rank_cannot_load_no_rank_has(daemon: DaemonProcess, connect: Connect) -> None:
+def test_what_one_rank_cannot_load_no_rank_has(
+    daemon: DaemonProcess, connect: Connect, spec: NamespaceSpec
+) -> None:
     """With tensor parallelism one rank's hole is in what all of them compute."""
     client, settings = connect(daemon), Settings()
-    cold = Engine(client, [Rank(client, settings)], settings)
+    cold = Engine(client, spec, [Rank(client, settings)], settings)
     first = request_of("a", 200)
     cold.prefill(first)
     has_blocks(client, cold, first, 3)
     ranks = [Rank(client, settings, 0, 2, others_blocks=1), Rank(client, settings, 1, 2)]
-    engine = Engine(client, ranks, settings)
+    engine = Engine(client, spec, ranks, settings)
     again = request_of("b", 200)
     assert engine.admit(again) == 192
     again.all_token_ids += range(9000, 9056)
@@ -249,13 +284,15 @@ def test_what_one_rank_cannot_load_no_rank_has(daemon: DaemonProcess, connect: C
     nothing_is_held(client)
 
 
-def test_mla_ranks_store_once_and_all_load(daemon: DaemonProcess, connect: Connect) -> None:
+def test_mla_ranks_store_once_and_all_load(
+    daemon: DaemonProcess, connect: Connect, spec: NamespaceSpec
+) -> None:
     client, settings = connect(daemon), Settings()
 
     def ranks() -> list[Rank]:
         return [Rank(client, settings, rank, 2) for rank in range(2)]
 
-    cold, warm = Engine(client, ranks(), settings), Engine(client, ranks(), settings)
+    cold, warm = Engine(client, spec, ranks(), settings), Engine(client, spec, ranks(), settings)
     first, again = request_of("a", 200), request_of("b", 200)
     cold.prefill(first)
     has_blocks(client, cold, first, 3)
@@ -266,21 +303,24 @@ def test_mla_ranks_store_once_and_all_load(daemon: DaemonProcess, connect: Conne
         each.close()
 
 
-def test_sharded_caches_are_stored_by_rank(daemon: DaemonProcess, connect: Connect) -> None:
+def test_sharded_caches_are_stored_by_rank(
+    daemon: DaemonProcess, connect: Connect, spec: NamespaceSpec
+) -> None:
     """A hit is what every rank has; each loads its own bytes."""
     client, settings = connect(daemon), Settings()
 
     def ranks() -> list[Rank]:
         return [Rank(client, settings, rank, 2, replicated=False) for rank in range(2)]
 
-    cold, warm = Engine(client, ranks(), settings), Engine(client, ranks(), settings)
+    cold, warm = Engine(client, spec, ranks(), settings), Engine(client, spec, ranks(), settings)
     first, again = request_of("a", 200), request_of("b", 200)
     cold.prefill(first)
     hashes = cold.hashes(first)
-    for rank in range(2):
-        spec = rank_namespace(SPEC, rank, 2)
-        eventually(lambda spec=spec: client.lookup(spec, hashes).num_blocks == 3, "stored")  # type: ignore[misc]
-    client.drop(rank_namespace(SPEC, 1, 2), hashes[2:])
+    shards = [rank_namespace(spec, rank, 2) for rank in range(2)]
+    eventually(
+        lambda: all(client.lookup(shard, hashes).num_blocks == 3 for shard in shards), "stored"
+    )
+    client.drop(shards[1], hashes[2:])
     assert warm.prefill(again) == 128
     warm.check(again, 3)
     for each in (cold, warm):
@@ -288,7 +328,7 @@ def test_sharded_caches_are_stored_by_rank(daemon: DaemonProcess, connect: Conne
 
 
 def test_loads_between_steps(
-    daemon: DaemonProcess, connect: Connect, make_engine: MakeEngine
+    daemon: DaemonProcess, connect: Connect, make_engine: MakeEngine, spec: NamespaceSpec
 ) -> None:
     client = connect(daemon)
     engine = make_engine(client, Settings(async_load=True))
@@ -298,7 +338,7 @@ def test_loads_between_steps(
     good, holed = request_of("good", 200), request_of("holed", 330)
     assert engine.admit(good) == 192
     assert engine.admit(holed) == 320
-    client.drop(SPEC, engine.hashes(first)[3:])
+    client.drop(spec, engine.hashes(first)[3:])
     bad: set[int] = set()
     loaded: set[str] = set()
 
@@ -413,6 +453,9 @@ def test_a_reset_hits_nothing_older(
     engine.step({"running": 100})
     has_blocks(client, engine, again, 3)
     assert cached_blocks(client, engine, running) == 0, "half of it is of the old weights"
+    engine.preempt(running)
+    assert engine.prefill(running) == 0
+    has_blocks(client, engine, running, 3)
     assert engine.prefill(request_of("c", 200)) == 192
     engine.reset()
     assert engine.prefill(request_of("d", 200)) == 0
@@ -456,7 +499,7 @@ def test_salts_do_not_mix(daemon: DaemonProcess, connect: Connect, make_engine: 
 
 
 def test_what_is_computed_behind_lossy_blocks_is_lossy(
-    daemon: DaemonProcess, connect: Connect, make_engine: MakeEngine
+    daemon: DaemonProcess, connect: Connect, make_engine: MakeEngine, spec: NamespaceSpec
 ) -> None:
     """And never hit by an engine that wants exact blocks."""
     client = connect(daemon)
@@ -465,7 +508,7 @@ def test_what_is_computed_behind_lossy_blocks_is_lossy(
     first = request_of("a", 100)
     rank = lossy.ranks[0]
     room = client.reserve(
-        SPEC, None, lossy.hashes(first), allowed_loss=Loss.BOUNDED, loss=Loss.BOUNDED
+        spec, None, lossy.hashes(first), allowed_loss=Loss.BOUNDED, loss=Loss.BOUNDED
     )
     room.write_from([rank.right(key) for key in lossy.hashes(first)])
     assert room.commit()
@@ -474,7 +517,7 @@ def test_what_is_computed_behind_lossy_blocks_is_lossy(
     assert lossy.prefill(longer) == BLOCK_TOKENS
     eventually(
         lambda: (
-            client.lookup(SPEC, lossy.hashes(longer), allowed_loss=Loss.BOUNDED).num_blocks == 3
+            client.lookup(spec, lossy.hashes(longer), allowed_loss=Loss.BOUNDED).num_blocks == 3
         ),
         "stored",
     )
@@ -483,7 +526,7 @@ def test_what_is_computed_behind_lossy_blocks_is_lossy(
     lossy.prefill(unrelated)
     eventually(
         lambda: (
-            client.lookup(SPEC, lossy.hashes(unrelated), allowed_loss=Loss.BOUNDED).num_blocks == 3
+            client.lookup(spec, lossy.hashes(unrelated), allowed_loss=Loss.BOUNDED).num_blocks == 3
         ),
         "stored",
     )

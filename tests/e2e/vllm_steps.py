@@ -27,12 +27,13 @@ from tests.e2e.support import Content, content
 LAYERS, PAGES, PAGE_TOKENS, BLOCK_TOKENS = 2, 128, 16, 64
 PAGE_BYTES = 1024
 PER_BLOCK = BLOCK_TOKENS // PAGE_TOKENS
-SPEC = NamespaceSpec(
-    "vllm",
-    "revision",
-    (Component("latent_rope", "uint8", (LAYERS, BLOCK_TOKENS, PAGE_BYTES // PAGE_TOKENS)),),
-    block_tokens=BLOCK_TOKENS,
-)
+
+
+def spec_of(tenant: str) -> NamespaceSpec:
+    """A namespace of two layers; every test has one of its own, and they share a daemon."""
+    shape = (LAYERS, BLOCK_TOKENS, PAGE_BYTES // PAGE_TOKENS)
+    component = Component("latent_rope", "uint8", shape)
+    return NamespaceSpec("vllm", "revision", (component,), block_tokens=BLOCK_TOKENS, tenant=tenant)
 
 
 @dataclass
@@ -129,6 +130,7 @@ class Engine:
     def __init__(
         self,
         client: Client,
+        spec: NamespaceSpec,
         ranks: Sequence[Rank],
         settings: Settings,
         *,
@@ -137,7 +139,7 @@ class Engine:
     ) -> None:
         self.scheduler = SchedulerSide(
             client,
-            SPEC,
+            spec,
             ranks[0].geometry,
             settings,
             len(ranks),
@@ -146,7 +148,7 @@ class Engine:
             stores=stores,
         )
         self.ranks = ranks
-        self.spec = SPEC
+        self.spec = spec
         self.requests: dict[str, Request] = {}
         self._free = list(range(PAGES - 1, 0, -1))  # Ids descend, as vLLM's may.
         self._over: list[str] = []
