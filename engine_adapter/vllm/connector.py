@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -51,6 +52,12 @@ versions.check(vllm.__version__)
 
 log = logging.getLogger(__name__)
 
+
+LOOKUP_TIMEOUT_S = 0.2
+"""Deadline of Lookup and Acquire, for vLLM's own threads may keep all cores busy.
+
+A daemon that hangs costs this once (client/calls.py), and computing the tokens would take longer.
+"""
 
 SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.SSD: CacheHitSource.DISK}
 
@@ -99,6 +106,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             settings.address,
             owner_group=_owner_group(vllm_config),
             name=f"vllm {role.name.lower()}",
+            acquire_timeout_s=LOOKUP_TIMEOUT_S,
         )
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -184,6 +192,24 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         """The weights change, or have changed: nothing stored before is hit again."""
         return self._scheduling.reset()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Blocks that kvtier took, with their tokens; only with the setting kv_events.
+
+        Where they are from then on, the daemon's own events say, by the same hashes.
+        """
+        return [
+            BlockStored(
+                block_hashes=[block.hash],
+                parent_block_hash=block.parent,
+                token_ids=list(block.token_ids),
+                block_size=self._settings.block_tokens,
+                lora_id=None,
+                medium=MEDIUM_CPU,
+                lora_name=block.lora_name,
+            )
+            for block in self._scheduling.take_taken()
+        ]
 
     # Worker
 

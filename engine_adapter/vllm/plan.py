@@ -79,11 +79,17 @@ class Report:
     Attributes:
         failed_step: The last step in which a load before its forward failed; 0 for none.
         loss: What loaded blocks may have lost.
+        taken: Blocks that kvtier has since the last report; only where kv_events are wanted.
     """
 
     failed_step: int
     loss: Loss
+    taken: tuple[BlockHash, ...] = ()
 
     def with_other(self, other: Report) -> Report:
         """Of two workers."""
-        return Report(max(self.failed_step, other.failed_step), max(self.loss, other.loss))
+        return Report(
+            max(self.failed_step, other.failed_step),
+            max(self.loss, other.loss),
+            self.taken + other.taken,
+        )

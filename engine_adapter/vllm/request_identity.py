@@ -29,6 +29,7 @@ class Unidentified(KvtierError):
 class Adapter(Protocol):
     """vllm.lora.request.LoRARequest."""
 
+    lora_name: str
     lora_int_id: int
     lora_path: str
     load_inplace: bool

@@ -10,7 +10,9 @@ import dataclasses
 import logging
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Protocol
 
 from engine_adapter.namespaces import rank_namespace
@@ -21,15 +23,35 @@ from engine_adapter.vllm.plan import Load, Plan, Report, Store
 from engine_adapter.vllm.request_identity import IdentifiedRequest, RequestIdentifier
 from engine_adapter.vllm.settings import Settings
 from kvtier.client import Client, GetResult
-from kvtier.types import MAX_BLOCKS_PER_CALL, Loss, NamespaceSpec, Tier
+from kvtier.types import MAX_BLOCKS_PER_CALL, BlockHash, Loss, NamespaceSpec, Tier
 
 log = logging.getLogger(__name__)
 
 LOOKUP_AGE_S = 1.0
 """How long the answer about a request that waits is good for: vLLM asks again in every step."""
 
+UNTOLD_BLOCKS = 1 << 16
+"""Blocks on their way to kvtier whose tokens are remembered, for events."""
+
 PagesOf = Callable[[str], tuple[Sequence[int], ...]]
 """A request's pages, in the order of their tokens, one list a group; there is one group."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakenBlock:
+    """A block that kvtier took, for whoever follows blocks by their tokens.
+
+    Attributes:
+        hash: Its name in kvtier and in the daemon's events.
+        parent: The block before; None for a first block.
+        token_ids: Its tokens, as many as a block has.
+        lora_name: Of the request's adapter.
+    """
+
+    hash: BlockHash
+    parent: BlockHash | None
+    token_ids: tuple[int, ...]
+    lora_name: str | None
 
 
 class Request(IdentifiedRequest, Protocol):
@@ -144,6 +166,8 @@ class SchedulerSide:
         self._step = 0
         self._failures_known = 0
         self._loss = Loss.EXACT
+        self._untold: OrderedDict[BlockHash, TakenBlock] = OrderedDict()
+        self._told: list[TakenBlock] = []
         self.counts = Counts()
 
     # A request waits
@@ -247,12 +271,32 @@ class SchedulerSide:
         cached.offered = full
         hashes = cached.chain.upto(cached.request.all_token_ids, full)
         pages = self._pages(cached)
+        if self._settings.kv_events:
+            self._remember(cached.request, hashes, first)
         return Store(
             cached.request.request_id,
             hashes[first - 1] if first else None,
             tuple(hashes[first:]),
             tuple(pages[first * per_block : full * per_block]),
         )
+
+    def _remember(self, request: Request, hashes: Sequence[BlockHash], first: int) -> None:
+        """The tokens of new blocks, until a worker says that kvtier took them."""
+        size, adapter = self._settings.block_tokens, request.lora_request
+        for index in range(first, len(hashes)):
+            self._untold[hashes[index]] = TakenBlock(
+                hashes[index],
+                hashes[index - 1] if index else None,
+                tuple(request.all_token_ids[index * size : (index + 1) * size]),
+                adapter.lora_name if adapter is not None else None,
+            )
+        while len(self._untold) > UNTOLD_BLOCKS:
+            self._untold.popitem(last=False)
+
+    def take_taken(self) -> list[TakenBlock]:
+        """Blocks that kvtier took since the last call; only with the setting kv_events."""
+        told, self._told = self._told, []
+        return told
 
     def reported(self, report: Report | None, bad_pages: Set[int]) -> None:
         """What all workers said about a step.
@@ -264,6 +308,10 @@ class SchedulerSide:
         if report is not None:
             self._failures_known = max(self._failures_known, report.failed_step)
             self._loss = max(self._loss, report.loss)
+            for taken in report.taken:
+                block = self._untold.pop(taken, None)
+                if block is not None:
+                    self._told.append(block)
         if bad_pages:
             self._recompute(bad_pages)
 

@@ -30,6 +30,8 @@ class Settings:
             and many requests run; on a small machine vLLM spins through empty steps meanwhile.
         tenant: Blocks are shared only within a tenant.
         allowed_loss: Whether blocks may come back from, and go into, lossy stored forms.
+        kv_events: Tell the tokens of every block that kvtier took, among vLLM's own KV events
+            (--kv-events-config). The daemon's events name blocks by hash only.
     """
 
     address: str | None = None
@@ -38,6 +40,7 @@ class Settings:
     async_load: bool = False
     tenant: str = ""
     allowed_loss: Loss = Loss.EXACT
+    kv_events: bool = False
 
 
 def read_settings(values: Mapping[str, object]) -> Settings:
@@ -63,6 +66,7 @@ def read_settings(values: Mapping[str, object]) -> Settings:
         async_load=_flag(values, "async_load", default.async_load),
         tenant=_optional_text(values, "tenant") or "",
         allowed_loss=_loss(values, "allowed_loss"),
+        kv_events=_flag(values, "kv_events", default.kv_events),
     )
     if settings.address is not None:
         parse_address(settings.address)

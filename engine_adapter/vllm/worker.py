@@ -103,6 +103,7 @@ class WorkerSide:
         self._bad_pages: set[int] = set()
         self._failed_step = 0
         self._loss = Loss.EXACT
+        self._taken: list[BlockHash] = []
         self.counts = Counts()
 
     def use(self, layers: PagedLayers) -> None:
@@ -171,7 +172,8 @@ class WorkerSide:
 
     def report(self) -> Report:
         """For the scheduler's side."""
-        return Report(self._failed_step, self._loss)
+        taken, self._taken = tuple(self._taken), []
+        return Report(self._failed_step, self._loss, taken)
 
     def close(self) -> None:
         """Give everything back."""
@@ -263,6 +265,8 @@ class WorkerSide:
         self.counts.add("stored_blocks", len(room.indices))
         self.counts.add("stored_bytes", len(room.indices) * layers.block_bytes)
         self.counts.add("unstored_blocks", len(request.hashes) - covered)
+        if self._settings.kv_events:
+            self._taken += request.hashes[:covered]
         if covered:
             request.parent = request.hashes[covered - 1]
             del request.hashes[:covered], request.pages[: covered * per_block]

@@ -531,3 +531,29 @@ def test_what_is_computed_behind_lossy_blocks_is_lossy(
         "stored",
     )
     assert cached_blocks(client, exact, unrelated) == 0, "vLLM's own cache may have mixed them"
+
+
+def test_tokens_of_blocks_are_told_once_kvtier_has_them(
+    start_daemon: StartDaemon, make_engine: MakeEngine
+) -> None:
+    daemon = start_daemon()
+    daemon.kill()
+    with Client(daemon.address, acquire_timeout_s=5.0) as client:
+        engine = make_engine(client, Settings(kv_events=True))
+        first = request_of("a", 200)
+        engine.prefill(first)
+        assert not engine.scheduler.take_taken(), "it was not there"
+        daemon.start()
+        assert client.wait_attached(PATIENCE_S)
+        engine.decode(first, 56)
+        told = engine.scheduler.take_taken()
+        assert [block.hash for block in told] == engine.hashes(first)
+        assert [block.parent for block in told] == [None, *engine.hashes(first)[:-1]]
+        tokens = [token for block in told for token in block.token_ids]
+        assert tokens == first.all_token_ids
+        assert not engine.scheduler.take_taken()
+        quiet = make_engine(client)
+        quiet.prefill(request_of("b", 200, first=4000))
+        assert not quiet.scheduler.take_taken()
+        engine.close()
+        quiet.close()

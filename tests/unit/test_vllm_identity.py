@@ -33,6 +33,7 @@ class Adapter:
     lora_int_id: int
     lora_path: str
     load_inplace: bool = False
+    lora_name: str = "adapter"
 
 
 @dataclass

@@ -28,8 +28,9 @@ def test_every_setting_is_read() -> None:
         "async_load": True,
         "tenant": "red",
         "allowed_loss": "bounded",
+        "kv_events": True,
     }
-    expected = Settings("unix:/run/k.sock", 128, False, True, "red", Loss.BOUNDED)
+    expected = Settings("unix:/run/k.sock", 128, False, True, "red", Loss.BOUNDED, True)
     assert read_settings(values) == expected
 
 
@@ -56,6 +57,7 @@ def test_a_misspelt_key_is_answered_with_the_nearest(key: str, near: str) -> Non
         ("tenant", ["red"]),
         ("allowed_loss", "some"),
         ("allowed_loss", 1),
+        ("kv_events", "on"),
     ],
 )
 def test_a_wrong_value_is_refused(key: str, value: object) -> None:
