@@ -13,7 +13,7 @@ from kvtier.client import Client
 from kvtier.process import DaemonProcess
 from kvtier.types import Loss, MissReason, NamespaceSpec, Tier
 from tests.e2e.conftest import Connect, StartDaemon, daemons
-from tests.e2e.support import PATIENCE_S, counter, eventually
+from tests.e2e.support import PATIENCE_S, chain, counter, eventually
 from tests.e2e.vllm_steps import (
     BLOCK_TOKENS,
     PER_BLOCK,
@@ -431,6 +431,30 @@ def test_an_engine_that_started_before_the_daemon_stores_all_of_it_later(
         assert engine.prefill(again) == 192
         engine.check(again, 3)
         engine.close()
+
+
+def test_what_found_no_room_is_offered_again(
+    start_daemon: StartDaemon, connect: Connect, make_engine: MakeEngine
+) -> None:
+    """User report 18: a full daemon takes the blocks that fit, and later the rest."""
+    daemon = start_daemon(host_capacity_bytes=16 << 20)
+    client, holder = connect(daemon), connect(daemon)
+    others = spec_of("others")
+    everything = holder.reserve(others, None, chain("others", 4096))
+    count = len(everything.indices)
+    everything.abort()
+    room = holder.reserve(others, None, chain("others", count - 2))
+    engine = make_engine(client)
+    first = request_of("a", 200)
+    engine.prefill(first)
+    assert engine.ranks[0].side.counts["stored_blocks"] == 2
+    assert engine.ranks[0].side.counts["unstored_blocks"] == 1
+    room.abort()
+    engine.decode(first, 60)
+    has_blocks(client, engine, first, 4)
+    again = request_of("b", 200)
+    assert engine.prefill(again) == 192
+    engine.check(again, 3)
 
 
 def test_a_reset_hits_nothing_older(
