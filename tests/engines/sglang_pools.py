@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import json
 import sys
+import threading
 import types
 import warnings
 from array import array
 from collections.abc import MutableSequence, Sequence
-from queue import Queue
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+
+from tests.e2e.support import PATIENCE_S
 
 
 class _StandIn(types.ModuleType):
@@ -54,7 +58,6 @@ with warnings.catch_warnings():
 
     sys.meta_path.append(_Finder())
 
-    from sglang.srt.managers.cache_controller import HiCacheController, StorageOperation
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
     from sglang.srt.mem_cache.device_pool_info import (
         KVBufferLayout,
@@ -62,17 +65,19 @@ with warnings.catch_warnings():
         MHABufferInfo,
         MLABufferInfo,
     )
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, PoolName
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
         HybridCacheController,
-        PrefetchOperation,
     )
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+    from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
     from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
     from sglang.srt.mem_cache.utils import get_storage_hash_str
+    from sglang.srt.runtime_context import get_context, get_parallel
 
 PAGE_TOKENS = 16
 LAYERS = 3
@@ -82,7 +87,10 @@ MEMORY_BYTES = 1 << 30
 
 
 def mla_pool(
-    layout: str = "page_first", dtype: torch.dtype = torch.bfloat16, layers: int = LAYERS
+    layout: str = "page_first",
+    dtype: torch.dtype = torch.bfloat16,
+    layers: int = LAYERS,
+    tokens: int = POOL_TOKENS,
 ) -> Any:
     """A real host pool of latents of 512 and rotary keys of 64 elements."""
     buffers = tuple(torch.zeros(1, 1, 576, dtype=dtype) for _ in range(layers))
@@ -100,7 +108,7 @@ def mla_pool(
     )
     with host_memory_budget_scope(MEMORY_BYTES):
         return MLATokenToKVPoolHost(
-            info, target_layer_num=layers, **_capacity(layout, start_layer=0, end_layer=layers)
+            info, target_layer_num=layers, **_capacity(layout, layers, tokens)
         )
 
 
@@ -124,22 +132,23 @@ def mha_pool(layout: str = "page_first", dtype: torch.dtype = torch.bfloat16) ->
         device=torch.device("cpu"),
     )
     with host_memory_budget_scope(MEMORY_BYTES):
-        return MHATokenToKVPoolHost(info, **_capacity(layout, start_layer=0, end_layer=LAYERS))
+        return MHATokenToKVPoolHost(info, **_capacity(layout, LAYERS, POOL_TOKENS))
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.uint64)
 
 
-def _capacity(layout: str, **layers: int) -> dict[str, Any]:
+def _capacity(layout: str, layers: int, tokens: int) -> dict[str, Any]:
     return {
         "host_to_device_ratio": 1.0,
         "host_size": 0,
         "page_size": PAGE_TOKENS,
         "layout": layout,
         "pin_memory": False,
-        "device_capacity_tokens": POOL_TOKENS,
-        **layers,
+        "device_capacity_tokens": tokens,
+        "start_layer": 0,
+        "end_layer": layers,
     }
 
 
@@ -163,6 +172,17 @@ def page_hashes(
     return hashes
 
 
+def extra_config(**settings: object) -> dict[str, object]:
+    """The extra config of the README, with these settings."""
+    return {
+        "backend_name": "kvtier",
+        "module_path": "engine_adapter.sglang",
+        "class_name": "KvtierHiCache",
+        "interface_v1": 1,
+        **settings,
+    }
+
+
 def storage_config(extra: dict[str, object], **changes: Any) -> Any:
     """What the controller gives a backend, of a single MLA rank unless changed."""
     values: dict[str, Any] = {
@@ -176,13 +196,7 @@ def storage_config(extra: dict[str, object], **changes: Any) -> Any:
         "enable_storage_metrics": False,
         "is_page_first_layout": True,
         "model_name": "tiny-mla",
-        "extra_config": {
-            "backend_name": "kvtier",
-            "module_path": "engine_adapter.sglang",
-            "class_name": "KvtierHiCache",
-            "interface_v1": 1,
-            **extra,
-        },
+        "extra_config": extra_config(**extra),
     }
     return HiCacheStorageConfig(**{**values, **changes})
 
@@ -200,52 +214,90 @@ def create_backend(config: Any, pool: Any) -> HiCacheStorage:
 
 
 class Controller:
-    """The real cache controller's ways to a backend, without a device, groups and threads.
+    """SGLang's own cache controller, its storage threads running. Context manager.
 
-    Made without its constructor, which wants all of these; the methods that run are SGLang's.
+    What it is given instead of a server: one rank, and an allocator that only has a device pool.
     """
 
-    def __init__(self, backend: HiCacheStorage, pool: Any, *, zero_copy: bool = True) -> None:
-        self.pool = pool
-        self._inner = HybridCacheController.__new__(HybridCacheController)
-        self._inner.storage_backend = backend
-        self._inner.storage_host_pool = self._inner.mem_pool_host = pool
-        self._inner.page_size = PAGE_TOKENS
-        self._inner.prefetch_sync_queue = Queue()
-        kind = "zero_copy" if zero_copy else ""
-        self._inner.page_set_func = (
-            self._inner._page_set_zero_copy if kind else self._inner._generic_page_set
-        )
-        self._inner.page_get_func = (
-            self._inner._page_get_zero_copy if kind else self._inner._generic_page_get
-        )
+    def __init__(self, extra: dict[str, object], pool: Any) -> None:
+        """Attach the backend as a server does at its start.
 
-    def backup(self, keys: list[str], indices: torch.Tensor, prefix: list[str] | None) -> int:
-        """Store pages as the backup thread does; how many."""
-        operation = StorageOperation(indices, [], hash_value=keys, prefix_keys=prefix)
-        HiCacheController._page_backup(self._inner, operation)
+        Args:
+            extra: The extra config, as an operator writes it.
+            pool: The host pool.
+        """
+        self._stack = ExitStack()
+        self._stack.enter_context(get_context().override_server_args())
+        self._stack.enter_context(get_parallel().override(tp_rank=0, pp_rank=0, attn_dcp_rank=0))
+        device_pool = MLATokenToKVPool(
+            PAGE_TOKENS,
+            page_size=PAGE_TOKENS,
+            dtype=pool.dtype,
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            layer_num=pool.layer_num,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        entry = PoolEntry(
+            PoolName.KV, pool, device_pool, lambda layer: layer, is_primary_index_anchor=True
+        )
+        parsed, threshold, *_, self._tells_prefixes = (
+            HybridCacheController.parse_storage_backend_extra_config(json.dumps(extra))
+        )
+        allocator = types.SimpleNamespace(get_kvcache=lambda: device_pool)
+        try:
+            self._inner = HybridCacheController(
+                allocator,
+                HostPoolGroup([entry]),
+                PAGE_TOKENS,
+                None,
+                threading.Event(),
+                storage_backend="dynamic",
+                prefetch_threshold=threshold,
+                model_name="tiny-mla",
+                storage_backend_extra_config=parsed,
+                io_backend="direct",
+            )
+        except BaseException:
+            self._stack.close()
+            raise
+        self._pool = pool
+        self.backend: HiCacheStorage = self._inner.storage_backend
+
+    def __enter__(self) -> Controller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._inner.detach_storage_backend()
+        finally:
+            self._stack.close()
+
+    def backup(self, keys: list[str], indices: torch.Tensor, before: list[str]) -> int:
+        """Hand pages to the backup thread; how many it stored."""
+        prefix = before if self._tells_prefixes else None
+        self._inner.write_storage(indices, [], hash_value=keys, prefix_keys=prefix)
+        operation = self._inner.ack_backup_queue.get(timeout=PATIENCE_S)
         return int(operation.completed_tokens) // PAGE_TOKENS
 
-    def query(
-        self, tokens: Sequence[int], *, prior: str | None = None, prefix: list[str] | None = None
-    ) -> list[str]:
-        """The stored leading pages of a prompt, as the prefetch thread asks for them."""
-        operation = self._operation(tokens, prior, prefix)
-        hits, hit_tokens = HybridCacheController._storage_hit_query(self._inner, operation)
-        assert hit_tokens == len(hits) * PAGE_TOKENS
-        return list(hits)
+    def prefetch(self, tokens: Sequence[int], before: list[str]) -> torch.Tensor:
+        """Let the prefetch threads query and load a prompt behind known pages.
 
-    def prefetch(self, keys: list[str], indices: torch.Tensor, prefix: list[str] | None) -> int:
-        """Load pages as the prefetch thread does; how many came."""
-        operation = self._operation([], None, prefix)
-        operation.hash_value, operation.host_indices = keys, indices
-        return int(HiCacheController._page_transfer(self._inner, operation))
-
-    @staticmethod
-    def _operation(
-        tokens: Sequence[int], prior: str | None, prefix: list[str] | None
-    ) -> PrefetchOperation:
-        key = RadixKey(array("q", tokens))
-        return PrefetchOperation(
-            CacheRequestHandle("request", 0), key, last_hash=prior, prefix_keys=prefix
+        Returns:
+            The host indices of the leading pages that were loaded; they are this caller's.
+        """
+        operation = self._inner.prefetch(
+            CacheRequestHandle("request", 0),
+            RadixKey(array("q", tokens)),
+            last_hash=before[-1] if before else None,
+            prefix_keys=before if self._tells_prefixes else None,
         )
+        assert self._inner.prefetch_hit_queue.get(timeout=PATIENCE_S) is operation
+        operation.host_indices = self._pool.alloc(operation.storage_hit_count)
+        self._inner.prefetch_buffer.put(operation)
+        completed = 0
+        while not (ack := self._inner.ack_prefetch_queue.get(timeout=PATIENCE_S)).completed_req:
+            completed = max(completed, ack.completed_tokens or 0)
+        loaded: torch.Tensor = operation.host_indices[:completed]
+        return loaded

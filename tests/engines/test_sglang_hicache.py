@@ -23,6 +23,7 @@ from tests.engines.sglang_pools import (
     PAGE_TOKENS,
     Controller,
     create_backend,
+    extra_config,
     fill_randomly,
     mha_pool,
     mla_pool,
@@ -130,6 +131,7 @@ def pages_of(pool: Any, indices: torch.Tensor) -> list[torch.Tensor]:
 
 
 def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    """Equal pages, and as many."""
     return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
 
 
@@ -217,13 +219,13 @@ def test_a_longer_prompt_continues_a_shorter_one(start_backend: Start) -> None:
     writer, reader = start_backend(pool), start_backend(other)
     fill_randomly(pool, 1)
     keys = page_hashes(TOKENS)
-    first, rest = ALL[: 3 * PAGE_TOKENS], ALL[3 * PAGE_TOKENS :]
-    behind = HiCacheStorageExtraInfo(prefix_keys=keys[:3])
-    assert all(writer.batch_set_v1(keys[:3], first, ROOT))
-    assert all(writer.batch_set_v1(keys[3:], rest, behind))
-    assert reader.batch_get_v1(keys[3:], rest, behind) == [True] * 5
+    first, rest = ALL[: 5 * PAGE_TOKENS], ALL[5 * PAGE_TOKENS :]
+    behind = HiCacheStorageExtraInfo(prefix_keys=keys[:5])
+    assert all(writer.batch_set_v1(keys[:5], first, ROOT))
+    assert all(writer.batch_set_v1(keys[5:], rest, behind))
+    assert reader.batch_get_v1(keys[5:], rest, behind) == [True] * 3
     assert same(pages_of(other, rest), pages_of(pool, rest))
-    assert not other.kv_buffer[: 3 * PAGE_TOKENS].any()
+    assert not other.kv_buffer[: 5 * PAGE_TOKENS].any()
 
 
 def test_pages_whose_prefix_kvtier_lost_are_kept_for_themselves(start_backend: Start) -> None:
@@ -477,33 +479,38 @@ def test_pools_that_keep_no_prefix_are_not_cached_and_it_is_said_once(
 
 @pytest.mark.parametrize("zero_copy", [True, False])
 @pytest.mark.parametrize("told", [True, False])
-def test_the_controllers_own_code_finds_what_it_backed_up(
-    start_backend: Start, zero_copy: bool, told: bool
+def test_sglangs_own_threads_find_what_they_backed_up(
+    daemon: DaemonProcess, request: pytest.FixtureRequest, zero_copy: bool, told: bool
 ) -> None:
-    """Backup, query and prefetch as SGLang's threads do them, over more than one batch of 128."""
-    tokens = list(range(200 * PAGE_TOKENS))
-    count = 130
+    """The real controller attaches by the documented extra config; over more than one batch."""
+    first, pages = 130, 200
+    tokens = list(range(pages * PAGE_TOKENS))
     keys = page_hashes(tokens)
-    pool, other = (mla_pool(layers=1) for _ in range(2))
-    for each in (pool, other):
-        each.kv_buffer = torch.zeros(200 * PAGE_TOKENS, 1, 1, 576, dtype=each.dtype)
-        each.size = 200 * PAGE_TOKENS
+    extra = extra_config(
+        address=daemon.address,
+        tenant=request.node.name,
+        weights_revision="r1",
+        acquire_timeout_ms=10_000,
+        interface_v1=int(zero_copy),
+        hicache_storage_pass_prefix_keys=told,
+    )
+    pool, other = (mla_pool(layers=1, tokens=pages * PAGE_TOKENS) for _ in range(2))
     fill_randomly(pool, 1)
-    extra: dict[str, object] = {"interface_v1": int(zero_copy)}
-    writer = Controller(start_backend(pool, extra), pool, zero_copy=zero_copy)
-    reader = Controller(start_backend(other, extra), other, zero_copy=zero_copy)
-    indices = torch.arange(200 * PAGE_TOKENS)
-    cut = count * PAGE_TOKENS
-    assert writer.backup(keys[:count], indices[:cut], [] if told else None) == count
-    behind = keys[:count] if told else None
-    assert writer.backup(keys[count:], indices[cut:], behind) == 70
-
-    assert reader.query(tokens, prefix=[] if told else None) == keys
-    assert reader.prefetch(keys[:count], indices[:cut], [] if told else None) == count
-    rest = reader.query(tokens[cut:], prior=keys[count - 1], prefix=behind)
-    assert rest == keys[count:]
-    assert reader.prefetch(rest, indices[cut:], behind) == 70
-    assert torch.equal(other.kv_buffer.view(torch.uint8), pool.kv_buffer.view(torch.uint8))
+    indices = torch.arange(pages * PAGE_TOKENS)
+    cut = first * PAGE_TOKENS
+    with Controller(extra, pool) as writer:
+        assert isinstance(writer.backend, KvtierHiCache)
+        assert writer.backend._client.wait_attached(PATIENCE_S)
+        assert writer.backup(keys[:first], indices[:cut], []) == first
+        assert writer.backup(keys[first:], indices[cut:], keys[:first]) == pages - first
+    with Controller(extra, other) as reader:
+        assert reader.backend._client.wait_attached(PATIENCE_S)
+        head = reader.prefetch(tokens[:cut], [])
+        assert same(pages_of(other, head), pages_of(pool, indices[:cut]))
+        tail = reader.prefetch(tokens[cut:], keys[:first])
+        assert same(pages_of(other, tail), pages_of(pool, indices[cut:]))
+        assert not len(reader.prefetch([token + 1 for token in tokens], []))
+    assert_clean(daemon)
 
 
 # The daemon comes and goes
