@@ -262,6 +262,23 @@ class Settings(BaseSettings):
         default="127.0.0.1:9464",
         description="HOST:PORT of /metrics over HTTP. Empty: off.",
     )
+    kv_events_address: str = Field(
+        default="",
+        description="Where KV events are published: unix:PATH or tcp:HOST:PORT, with the IP "
+        "address of an interface. Whoever reaches it learns which blocks are cached. Empty: off.",
+    )
+    kv_events_replay_address: str = Field(
+        default="",
+        description="Where subscribers ask for events that they missed; written the same way. "
+        "Empty: nowhere.",
+    )
+    kv_events_topic: Annotated[str, Field(max_length=255)] = Field(
+        default="kvtier", description="First frame of every KV event message."
+    )
+    kv_events_buffer_bytes: Buffer = Field(
+        default=64 << 20,
+        description="Most that is kept of past events for replays. At least 1 MiB.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe messages logged: debug, info, warning or error."
     )
@@ -297,6 +314,22 @@ class Settings(BaseSettings):
     @classmethod
     def _check_metrics_address(cls, value: str) -> str:
         return parse_host_port(value).target if value else ""
+
+    @field_validator("kv_events_address", "kv_events_replay_address", mode="after")
+    @classmethod
+    def _check_kv_events_address(cls, value: str) -> str:
+        return str(parse_address(value)) if value else ""
+
+    @model_validator(mode="after")
+    def _check_replay_has_events(self) -> Settings:
+        events, replay = self.kv_events_address, self.kv_events_replay_address
+        if replay and not events:
+            raise ValueError("kv_events_replay_address has no use without kv_events_address")
+        if replay and replay in (events, self.address):
+            raise ValueError("kv_events_replay_address must differ from the other addresses")
+        if events and events == self.address:
+            raise ValueError("kv_events_address must differ from address")
+        return self
 
     @field_validator("pin_limit_bytes", mode="after")
     @classmethod

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvtier.index import Block, BlockIndex, HostState, Namespace
+from kvtier.metrics import Counters
 from kvtier.types import BlockHash, NamespaceDigest, Tier
 
 LOOKS = 8
@@ -86,16 +87,12 @@ class Picture:
 
 
 class ResidencyEvents:
-    """The events of one daemon: an index.Watcher whose findings are taken bit by bit.
+    """The events of one daemon: an index.Watcher whose findings are taken bit by bit."""
 
-    Attributes:
-        overflows: How often changes were forgotten because too many waited.
-    """
-
-    def __init__(self, index: BlockIndex, backlog: int) -> None:
+    def __init__(self, index: BlockIndex, backlog: int, counters: Counters) -> None:
         """Begin with AllRemoved. `backlog` bounds the changes that wait to be taken."""
-        self.overflows = 0
         self._index = index
+        self._counters = counters
         self._backlog = backlog
         self._begun = False
         self._changed: OrderedDict[tuple[Tier, BlockHash], Namespace] = OrderedDict()
@@ -108,7 +105,7 @@ class ResidencyEvents:
         """A block came to a tier or left it."""
         self._changed[tier, block.hash] = block.namespace
         if len(self._changed) > self._backlog:
-            self.overflows += 1
+            self._counters.kv_event_overflows += 1
             self._changed.clear()
             self.all_changed()
 

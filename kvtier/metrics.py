@@ -51,5 +51,10 @@ class Counters:
     leases_expired: int = 0
     namespaces_dropped: int = 0
     dropped_blocks: int = 0
+    kv_event_batches: int = 0
+    kv_event_blocks: int = 0
+    kv_event_overflows: int = 0
+    kv_event_replays: int = 0
+    kv_event_pictures: int = 0
     load_failed_blocks: dict[str, int] = field(default_factory=dict)
     corrupt_blocks: dict[str, int] = field(default_factory=dict)

@@ -115,7 +115,8 @@ class TieredStore:
         self.index = BlockIndex()
         self.events: ResidencyEvents | None = None
         if config.event_backlog:
-            self.index.watcher = self.events = ResidencyEvents(self.index, config.event_backlog)
+            self.events = ResidencyEvents(self.index, config.event_backlog, self.counters)
+            self.index.watcher = self.events
         host = HostResidency(self.index, host_policy, config.host_bytes, self.counters)
         ssd = None
         if ssd_policies:

@@ -13,14 +13,11 @@ import gc
 import os
 import secrets
 import signal
-import socket
-import stat
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from math import ceil
-from pathlib import Path
 
 import grpc
 import structlog
@@ -30,15 +27,16 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from kvtier import __version__
-from kvtier.addresses import Address, UnixAddress, parse_address, prepare_directory
+from kvtier.addresses import Address, UnixAddress, parse_address
 from kvtier.config import Settings
 from kvtier.daemon.http import start_http
 from kvtier.daemon.logs import configure_logs
 from kvtier.daemon.open_shards import OpenedShard, open_shards
 from kvtier.daemon.service import CacheService
+from kvtier.daemon.sockets import make_way
 from kvtier.daemon.stats import StoreCollector
-from kvtier.daemon.supervise import Supervisor
-from kvtier.errors import AddressInUse, ConfigError
+from kvtier.daemon.supervise import Supervisor, Work
+from kvtier.errors import AddressInUse
 from kvtier.index import Block
 from kvtier.mover.context import MoverConfig
 from kvtier.mover.mover import Mover
@@ -61,6 +59,8 @@ REAP_PAUSE_S = 0.004
 QUARANTINE_POLL_S = 1.0
 DRAIN_S = 10.0
 GIL_SWITCH_S = 0.0005
+KV_EVENT_BACKLOG = 1 << 17
+"""Changes that may wait to be told; more than a full queue of requests makes."""
 
 
 def serve(settings: Settings) -> None:
@@ -131,12 +131,7 @@ class Daemon:
     async def open(cls, settings: Settings, stack: AsyncExitStack) -> Daemon:
         """Open tiers and ports, in order; `stack` closes them in reverse."""
         address = parse_address(settings.address)
-        try:
-            prepare_directory(address)
-        except OSError as error:
-            raise ConfigError(f"address {address}: {error.strerror}") from error
-        if isinstance(address, UnixAddress):
-            claim_socket(address.path)
+        make_way(address)
         epoch = secrets.token_bytes(16)
         arena = HostArena(settings.arena_dir, settings.host_capacity_bytes, epoch)
         stack.callback(arena.close)
@@ -160,6 +155,8 @@ class Daemon:
         daemon = cls(settings, address, store, mover, service, health)
         supervisor = Supervisor(daemon.set_health)
         for name, work in mover.tasks() if mover is not None else []:
+            supervisor.start(name, work)
+        for name, work in _kv_event_tasks(settings, store, stack):
             supervisor.start(name, work)
         supervisor.start("tick", daemon.tick)
         stack.push_async_callback(supervisor.stop)
@@ -272,6 +269,7 @@ def _build_store(
         daily_write_bytes=settings.ssd_daily_write_bytes,
         rated_write_bytes=settings.ssd_rated_write_bytes,
         max_age_s=ceil(settings.max_age_s),
+        event_backlog=KV_EVENT_BACKLOG if settings.kv_events_address else 0,
     )
     ssd_policies: list[Lru[Block]] = [Lru() for _ in shards]
     store = TieredStore(
@@ -309,29 +307,20 @@ def _build_mover(
     return mover
 
 
-def claim_socket(path: Path) -> None:
-    """Make way for our socket: refuse a live daemon's, remove a dead one's.
+def _kv_event_tasks(
+    settings: Settings, store: TieredStore, stack: AsyncExitStack
+) -> list[tuple[str, Work]]:
+    """What publishes KV events, if the settings ask for it; `stack` closes its sockets."""
+    if store.events is None:
+        return []
+    from kvtier.daemon.kv_events import KvEventPublisher  # ZeroMQ's 7 MB are for who wants it.
 
-    Raises:
-        AddressInUse: something answers there, or the path is not a socket.
-    """
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise AddressInUse(f"{path} exists and is not a socket: choose another address")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # A daemon that hangs may have a full backlog: it lives, too.
-        try:
-            probe.connect(str(path))
-        except BlockingIOError:
-            pass
-        except (ConnectionRefusedError, FileNotFoundError):
-            with suppress(FileNotFoundError):
-                path.unlink()  # Its daemon died.
-            return
-    raise AddressInUse(f"a live daemon answers at {path}: stop it, or choose another address")
+    publisher = KvEventPublisher(settings, store.events, store.counters)
+    stack.callback(publisher.close)
+    tasks: list[tuple[str, Work]] = [("kv events", publisher.publish)]
+    if settings.kv_events_replay_address:
+        tasks.append(("kv event replays", publisher.replay))
+    return tasks
 
 
 async def _start_grpc(

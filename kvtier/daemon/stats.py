@@ -326,4 +326,9 @@ _PLAIN = {
     "leases_expired": "Leases that ended by their deadline.",
     "namespaces_dropped": "Namespaces dropped.",
     "dropped_blocks": "Blocks dropped by hash.",
+    "kv_event_batches": "Batches of KV events published, heartbeats too.",
+    "kv_event_blocks": "Blocks that they told, once a tier they came to or left.",
+    "kv_event_overflows": "Times that too many changes waited and everything was compared anew.",
+    "kv_event_replays": "Replays asked for by subscribers.",
+    "kv_event_pictures": "Replays that began with everything, as the batches were not kept.",
 }

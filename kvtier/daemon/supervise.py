@@ -12,6 +12,9 @@ log = structlog.get_logger(__name__)
 
 RESTART_AFTER_S = 1.0
 
+Work = Callable[[], Coroutine[Any, Any, None]]
+"""An endless task."""
+
 
 class Supervisor:
     """Runs tasks, restarts those that fail, and knows whether all of them run."""
@@ -22,7 +25,7 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._down: set[str] = set()
 
-    def start(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def start(self, name: str, work: Work) -> None:
         """Run `work` until stop()."""
         self._tasks.append(asyncio.create_task(self._keep(name, work), name=name))
 
@@ -32,7 +35,7 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _keep(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _keep(self, name: str, work: Work) -> None:
         while True:
             try:
                 await work()
