@@ -411,6 +411,8 @@ class SsdResidency:
 
     def erase(self, key: BlockHash) -> None:
         """Have a block deleted wherever it may still be: evicted ones may linger (tier/base.py)."""
+        for dropped in self._index.retired_namesakes(key):
+            self.drop(dropped)  # Here, too: its room must not be counted as freed twice.
         self._jobs += [
             DeleteJob(shard.number, None, key, 0, evicted=False) for shard in self.shards
         ]

@@ -568,7 +568,9 @@ class World:
     ) -> None:
         """What a store covers will not come back with more loss than its client allows."""
         for key in hashes:
-            block = namespace.blocks[key]
+            block = namespace.blocks.get(key)
+            if block is None:
+                continue  # Evicted, to make room for those behind it.
             assert block.allowed_loss <= max(allowed, loss)
             copy = block.host
             if copy is not None and copy.state is HostState.READY and block.stored:

@@ -714,3 +714,20 @@ def test_a_segment_that_is_still_there_after_a_failure_stays_given_up() -> None:
     world.store.tiers.shard_up(0, [segment])
     assert not shards_of(world).shards[0].has(segment)
     assert present(world, hashes) == 1, "RAM has it"
+
+
+def test_a_block_dropped_by_name_while_its_namespace_is_reclaimed_frees_its_room_once() -> None:
+    """Found by a random walk: a delete by hash takes blocks of former generations, too."""
+    world = striped(1, ssd_blocks=32)
+    hashes = stored_chain(world, 8)
+    shard = shards_of(world).shards[0]
+    world.drop_namespace(world.open(SPEC))
+    world.store.drop_blocks(world.open(SPEC), hashes)
+    world.take_jobs()
+    world.settle()
+    assert not world.media[0].blocks
+    world.store.reap(100)
+    world.take_jobs()
+    assert shard.projected_bytes == 0, "what was gone already is not freed again"
+    world.settle()
+    world.check()
