@@ -1,6 +1,6 @@
 """Checkpoints and adapters with random weights: real code paths, without a download.
 
-    python -m bench.random_checkpoints deepseek_v3 DIR '{"hidden_size": 128}'
+    python -m bench.random_checkpoints DIR '{"name": {"kind": "deepseek_v3", "hidden_size": 128}}'
 
 Needs transformers, which writes config.json and the weights' public names.
 """
@@ -140,4 +140,5 @@ if __name__ == "__main__":
     kinds: dict[str, Callable[..., None]] = {
         write.__name__: write for write in (deepseek_v3, llama, lora)
     }
-    kinds[sys.argv[1]](Path(sys.argv[2]), **json.loads(sys.argv[3]))
+    for directory, job in json.loads(sys.argv[2]).items():
+        kinds[job.pop("kind")](Path(sys.argv[1]) / directory, **job)

@@ -90,18 +90,19 @@ def watched_daemons(
 @contextmanager
 def engines(directory: Path) -> Iterator[StartEngine]:
     """Start vLLMs, each a process of its own; at the end each must shut down well."""
+    started: list[EngineProcess] = []
     with ExitStack() as stack:
-        count = 0
 
         def start(
             model: Path, kv_transfer: Mapping[str, Any] | None = None, **options: Any
         ) -> EngineProcess:
-            nonlocal count
-            count += 1
-            log = directory / f"engine{count}.log"
-            return stack.enter_context(EngineProcess(model, log, kv_transfer, **options))
+            log = directory / f"engine{len(started)}.log"
+            started.append(EngineProcess(model, log, kv_transfer, **options))
+            return stack.enter_context(started[-1])
 
         yield start
+        for engine in started:
+            engine.hang_up()  # All at once: shutting down takes seconds.
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -169,35 +170,36 @@ def start_shared_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
 
 
 @pytest.fixture(scope="session")
-def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Writes a random checkpoint: make_checkpoint("llama", hidden_size=...)."""
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random checkpoints and adapters, one directory each."""
     home = tmp_path_factory.mktemp("checkpoints")
-
-    def make(kind: str, name: str = "", **sizes: object) -> Path:
-        directory = home / (name or kind)
-        subprocess.run(
-            [sys.executable, "-m", "bench.random_checkpoints", kind, directory, json.dumps(sizes)],
-            cwd=ROOT,
-            env=environment(),
-            check=True,
-            capture_output=True,
-            timeout=CHECKPOINT_TIMEOUT_S,
-        )
-        return directory
-
-    return make
+    jobs: dict[str, dict[str, Any]] = {
+        "deepseek_v3": {"kind": "deepseek_v3"},
+        "llama": {"kind": "llama"},
+        "lora_a": {"kind": "lora", "base": str(home / "llama"), "seed": 1},
+        "lora_b": {"kind": "lora", "base": str(home / "llama"), "seed": 2},
+    }
+    subprocess.run(
+        [sys.executable, "-m", "bench.random_checkpoints", home, json.dumps(jobs)],
+        cwd=ROOT,
+        env=environment(),
+        check=True,
+        capture_output=True,
+        timeout=CHECKPOINT_TIMEOUT_S,
+    )
+    return home
 
 
 @pytest.fixture(scope="session")
-def deepseek_v3(make_checkpoint: Callable[..., Path]) -> Path:
+def deepseek_v3(checkpoints: Path) -> Path:
     """A random DeepSeek-V3: MLA, mixture of experts; two heads, so that two ranks can share it."""
-    return make_checkpoint("deepseek_v3")
+    return checkpoints / "deepseek_v3"
 
 
 @pytest.fixture(scope="session")
-def llama(make_checkpoint: Callable[..., Path]) -> Path:
+def llama(checkpoints: Path) -> Path:
     """A random Llama with grouped-query attention."""
-    return make_checkpoint("llama")
+    return checkpoints / "llama"
 
 
 @pytest.fixture(scope="session")
@@ -229,16 +231,20 @@ class Reference:
         self._engines: dict[tuple[Path, str], EngineProcess] = {}
         self._known: dict[tuple[Path, Prompt, int, str], list[int]] = {}
 
+    def prepare(self, model: Path, **options: Any) -> EngineProcess:
+        """Start the engine that will be asked, unless it is there."""
+        which = (model, json.dumps(options, sort_keys=True))
+        if which not in self._engines:
+            self._engines[which] = self._start(model, **options)
+        return self._engines[which]
+
     def __call__(
         self, model: Path, prompt: Prompt, max_tokens: int = MAX_TOKENS, **options: Any
     ) -> list[int]:
         """The right tokens."""
-        which = json.dumps(options, sort_keys=True)
-        key = (model, prompt, max_tokens, which)
+        key = (model, prompt, max_tokens, json.dumps(options, sort_keys=True))
         if key not in self._known:
-            if (model, which) not in self._engines:
-                self._engines[model, which] = self._start(model, **options)
-            answer = self._engines[model, which].one(prompt, max_tokens)
+            answer = self.prepare(model, **options).one(prompt, max_tokens)
             assert not answer.cached
             self._known[key] = answer.tokens
         return self._known[key]

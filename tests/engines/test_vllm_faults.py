@@ -8,11 +8,8 @@ from typing import Literal
 
 import numpy as np
 import pytest
-import torch
 
-from engine_adapter.mla.config import load_config
-from engine_adapter.mla.prefix_cache import namespace_spec
-from engine_adapter.namespaces import checkpoint_files
+from engine_adapter.mla import MlaEngine, PrefixCache
 from kvtier.client import Client
 from kvtier.hashing import block_hashes, namespace_digest, root_hash
 from kvtier.process import DaemonProcess
@@ -185,11 +182,11 @@ def test_a_load_that_fails_is_computed(
 
 def content_of(daemon: DaemonProcess, prompt: Prompt) -> list[Content]:
     """The prompt's full blocks, under the namespace that all engines of tiny-mla share."""
-    config, files = load_config(TINY_MLA), checkpoint_files(TINY_MLA)
-    spec = namespace_spec(config, files, torch.float32)
-    hashes = block_hashes(root_hash(namespace_digest(spec)), prompt.ids, spec.block_tokens)
-    contents = [np.zeros(spec.block_bytes, dtype=np.uint8) for _ in hashes]
     with Client(daemon.address, acquire_timeout_s=5.0, raise_errors=True) as client:
+        spec = MlaEngine(TINY_MLA, prefix_cache=PrefixCache(client)).namespace
+        assert spec is not None
+        hashes = block_hashes(root_hash(namespace_digest(spec)), prompt.ids, spec.block_tokens)
+        contents = [np.zeros(spec.block_bytes, dtype=np.uint8) for _ in hashes]
         assert client.get(spec, hashes, contents).num_blocks == len(hashes)
     return contents
 
@@ -206,12 +203,12 @@ def test_a_daemon_without_room(
     engine: EngineProcess, start_daemon: StartDaemon, reference: Reference, text: Text
 ) -> None:
     """User report 18, with an engine: it goes on storing into what is full; nobody waits."""
-    small = start_daemon("small", host_capacity_bytes=4 << 20, ssd=False)
+    small = start_daemon("small", host_capacity_bytes=16 << 20, ssd=False)
     engine.replace(TINY_MLA, connector(small.address))
-    for at in range(7300, 8300, 200):
-        prompt = text(at, 200)
+    prompts = [text(at, 900) for at in (7300, 8300, 9300)]  # 25 MB of blocks.
+    for prompt in prompts:
         assert hits(engine, prompt, reference(TINY_MLA, prompt)) == 0
-    assert hits(engine, prompt, reference(TINY_MLA, prompt)) == 192, "the newest"
+    assert hits(engine, prompts[-1], reference(TINY_MLA, prompts[-1])) == 896, "the newest"
 
 
 def test_an_engine_that_is_killed(

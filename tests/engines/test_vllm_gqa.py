@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,19 +34,18 @@ def second(
     llama: Path,
     shared_daemon: DaemonProcess,
     start_shared_engine: StartEngine,
+    reference: Reference,
 ) -> EngineProcess:
     """Another one."""
+    reference.prepare(llama, **LORA_OPTIONS)
     transfer = connector(shared_daemon.address, block_tokens=GQA_BLOCK_TOKENS)
     return start_shared_engine(llama, transfer, **LORA_OPTIONS)
 
 
 @pytest.fixture(scope="module")
-def adapters(make_checkpoint: Callable[..., Path], llama: Path) -> dict[str, Path]:
-    """Three adapters of llama."""
-    return {
-        name: make_checkpoint("lora", f"lora {name}", base=str(llama), seed=seed)
-        for seed, name in enumerate("abc", 1)
-    }
+def adapters(checkpoints: Path) -> dict[str, Path]:
+    """Two adapters of llama."""
+    return {name: checkpoints / f"lora_{name}" for name in "ab"}
 
 
 def test_a_fresh_process_hits(

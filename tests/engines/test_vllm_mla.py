@@ -36,9 +36,13 @@ def first(shared_daemon: DaemonProcess, start_shared_engine: StartEngine) -> Eng
 
 @pytest.fixture(scope="module")
 def second(
-    first: EngineProcess, shared_daemon: DaemonProcess, start_shared_engine: StartEngine
+    first: EngineProcess,
+    shared_daemon: DaemonProcess,
+    start_shared_engine: StartEngine,
+    reference: Reference,
 ) -> EngineProcess:
     """Another vLLM on the same daemon, a process of its own with another hash seed."""
+    reference.prepare(TINY_MLA)
     return start_shared_engine(TINY_MLA, connector(shared_daemon.address))
 
 

@@ -1,8 +1,8 @@
 """A vLLM engine in a process of its own, as EngineProcess (vllm_engine.py) starts it.
 
-Reads one JSON line with what LLM() shall get, says {"ready": true}, then carries out one JSON line
-after the other; "next engine" ends the engine, and another one's options follow. Everything but
-the answers goes to standard error.
+Reads one JSON line with what LLM() shall get, says {"ready": true}, or {"refused": why}, then
+carries out one JSON line after the other; "next engine" ends the engine, and another one's options
+follow. Everything but the answers goes to standard error.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.v1.metrics.reader import Counter
+
+from kvtier.errors import KvtierError
 
 
 def sampling(max_tokens: int) -> SamplingParams:
@@ -127,14 +128,14 @@ def lines() -> Iterator[Any]:
         yield json.loads(line)
 
 
-@contextmanager
-def engine(options: dict[str, Any]) -> Iterator[LLM]:
-    """The engine; shut down afterwards, as a server does."""
-    llm = LLM(**options)
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+def serve(llm: LLM, jobs: Iterator[Any], answers: TextIO) -> None:
+    """Carry out commands until the test wants another engine, or nothing more."""
+    commands = Commands(llm)
+    for job in jobs:
+        do = job.pop("do")
+        if do == "next engine":
+            return
+        answers.write(json.dumps(getattr(commands, do)(**job)) + "\n")
 
 
 def main() -> None:
@@ -143,14 +144,17 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
         os.dup2(2, 1)  # vLLM and its libraries may print.
         for options in jobs:
-            with engine(options) as llm:
-                commands = Commands(llm)
-                answers.write(json.dumps({"ready": True}) + "\n")
-                for job in jobs:
-                    do = job.pop("do")
-                    if do == "next engine":
-                        break
-                    answers.write(json.dumps(getattr(commands, do)(**job)) + "\n")
+            try:
+                llm = LLM(**options)
+            except (KvtierError, ValueError) as error:  # What a configuration may be answered with.
+                answers.write(json.dumps({"refused": f"{type(error).__name__}: {error}"}) + "\n")
+                next(jobs, None)  # "next engine": there is none to end.
+                continue
+            answers.write(json.dumps({"ready": True}) + "\n")
+            try:
+                serve(llm, jobs, answers)
+            finally:
+                llm.llm_engine.engine_core.shutdown()  # As a server does.
 
 
 if __name__ == "__main__":

@@ -128,8 +128,15 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
+class EngineRefused(Exception):
+    """LLM() raised; the message is what it says."""
+
+
 class EngineProcess:
-    """A vLLM engine. Context manager: ends it."""
+    """A vLLM engine. Context manager: ends it.
+
+    It comes up while the test goes on; the first command waits for that.
+    """
 
     def __init__(
         self,
@@ -140,7 +147,7 @@ class EngineProcess:
         program: str = "tests.engines.vllm_child",
         **options: Any,
     ) -> None:
-        """Start, and wait until it serves.
+        """Start.
 
         Args:
             model: The checkpoint's directory.
@@ -150,6 +157,7 @@ class EngineProcess:
             options: More arguments of LLM().
         """
         self.log = log
+        self._starting = self._killed = False
         with log.open("ab") as sink:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", program],
@@ -178,8 +186,24 @@ class EngineProcess:
         self, model: Path, kv_transfer: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
         """End the engine, and start another one in the same process, which is much quicker."""
+        self.wait_ready()
         self._say({"do": "next engine"})
         self._begin(model, kv_transfer, options)
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Wait until it serves.
+
+        Raises:
+            EngineRefused: it does not; replace() may start another one.
+        """
+        if not self._starting:
+            return
+        answer = self._line(START_TIMEOUT_S)
+        self._starting = False
+        if "refused" in answer:
+            raise EngineRefused(answer["refused"])
+        assert answer == {"ready": True}
 
     def _begin(
         self, model: Path, kv_transfer: Mapping[str, Any] | None, options: Mapping[str, Any]
@@ -188,7 +212,7 @@ class EngineProcess:
         if kv_transfer is not None:
             values["kv_transfer_config"] = kv_transfer
         self._say(values)
-        assert self._line(START_TIMEOUT_S) == {"ready": True}
+        self._starting = True
 
     @property
     def pid(self) -> int:
@@ -224,18 +248,25 @@ class EngineProcess:
         return self.answer()
 
     def tell(self, do: str, **arguments: Any) -> None:
-        """The first half of ask(): does not wait."""
+        """The first half of ask(): does not wait for the answer."""
+        self.wait_ready()
         self._say({"do": do, **arguments})
 
     def answer(self) -> Any:
         """The second half of ask()."""
         return self._line(ANSWER_TIMEOUT_S)
 
+    def hang_up(self) -> None:
+        """The first half of close(): does not wait."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
     def close(self) -> None:
-        """Let it shut down as a server does; it must end well."""
+        """Let it shut down as a server does; it must end well, unless it was killed."""
+        if self._killed:
+            return
         try:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+            self.hang_up()
             code = self._process.wait(ANSWER_TIMEOUT_S)
         finally:
             self.kill()
@@ -243,6 +274,7 @@ class EngineProcess:
 
     def kill(self) -> None:
         """kill -9 it and its workers. Idempotent."""
+        self._killed = True
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(ANSWER_TIMEOUT_S)
