@@ -135,7 +135,7 @@ class Q6(ScaledIntegers):
 
     id = 4
     name = "q6"
-    latent_step = 0.116
+    latent_step = 0.115
     rope_step = 0.014
 
 
