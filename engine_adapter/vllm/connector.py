@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ from engine_adapter.vllm.stats import KvtierPromMetrics, KvtierStats
 from engine_adapter.vllm.worker import WorkerSide
 from kvtier.client import Client
 from kvtier.errors import ConfigError
-from kvtier.types import GROUP_BYTES, GroupId, NamespaceSpec, Tier
+from kvtier.types import GROUP_BYTES, GroupId, MissReason, NamespaceSpec, Tier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -108,10 +109,14 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             name=f"vllm {role.name.lower()}",
             acquire_timeout_s=LOOKUP_TIMEOUT_S,
         )
+        self._misses: Counter[MissReason] = Counter()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         ranks = vllm_config.parallel_config.tensor_parallel_size
         if role is KVConnectorRole.SCHEDULER:
+            if not self._client.attached:
+                where = settings.address or "the default places"
+                log.warning("no kvtier daemon at %s: nothing is cached until it is there", where)
             self._scheduler = SchedulerSide(
                 self._client,
                 _namespace(vllm_config, kv_cache_config, geometry, settings),
@@ -262,6 +267,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KvtierStats | None:
         """Counted since the last call."""
         side = self._scheduler if self._scheduler is not None else self._working
+        misses = self._client.misses.copy()
+        side.counts.add_misses(misses, self._misses)
+        self._misses = misses
         counts = side.counts.take()
         return KvtierStats(counts) if counts else None
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+
+from kvtier.types import MissReason
 
 COUNTERS: Mapping[str, str] = {
     "lookups": "Prompts looked up in kvtier.",
@@ -17,6 +20,10 @@ COUNTERS: Mapping[str, str] = {
     "stored_bytes": "Bytes copied to kvtier.",
     "store_seconds": "Time that stores took, together.",
     "unstored_blocks": "Blocks that kvtier had no room for, or that it could not be asked about.",
+    **{
+        f"missed_{reason}": f"Calls to kvtier that gave nothing: {reason.replace('_', ' ')}."
+        for reason in MissReason
+    },
 }
 """Every counter; with several workers, each counts what it did itself."""
 
@@ -29,6 +36,11 @@ class Counts(dict[str, float]):
         assert name in COUNTERS, name
         if by:
             self[name] = self.get(name, 0) + by
+
+    def add_misses(self, now: Counter[MissReason], before: Counter[MissReason]) -> None:
+        """Add what a client's misses grew by."""
+        for reason, count in now.items():
+            self.add(f"missed_{reason}", count - before[reason])
 
     def take(self) -> Counts:
         """All of them; zero from now on."""

@@ -69,8 +69,9 @@ class PagedLayers:
         """
         parts = block.reshape(self._shape)
         if self._on_cpu:
+            rows = np.asarray(pages)
             for array, part in zip(self._arrays, parts, strict=True):
-                np.take(array, pages, axis=0, out=part, mode="clip")
+                np.take(array, rows, axis=0, out=part, mode="clip")
             return
         # One transfer for all layers: gathered on the device first.
         index = torch.tensor(pages, device=self._layers[0].device)
@@ -87,16 +88,17 @@ class PagedLayers:
         """
         parts = block.reshape(self._shape)
         if self._on_cpu:
-            index = np.asarray(pages)
+            rows = np.asarray(pages)
             for array, part in zip(self._arrays, parts, strict=True):
-                array[index] = part[skip:]
+                array[rows] = part[skip:]
             return
         device = self._layers[0].device
         indices = torch.tensor(pages, device=device)
-        # torch warns of read-only memory that it might write; this is only read.
-        moved = torch.from_numpy(np.array(parts[:, skip:])).to(device)
-        for layer, rows in zip(self._layers, moved, strict=True):
-            layer.index_copy_(0, indices, rows)
+        moved = torch.from_numpy(np.ascontiguousarray(parts[:, skip:])).to(device)
+        for layer, part in zip(self._layers, moved, strict=True):
+            layer.index_copy_(0, indices, part)
+        # A load between steps is over only when the device is: its stream is not the engine's.
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def _as_pages(layer: torch.Tensor, page_bytes: int) -> torch.Tensor:
