@@ -2,14 +2,18 @@
 
 SGLang's pools import torchvision, of which there is no build for the torch that the tests have.
 What they take from it is for images; a stand-in of empty classes satisfies the imports, and none of
-them is ever used here. Everything else is SGLang's own code.
+them is ever used here. And SGLang compiles its page hash from C++ in every process, which takes a
+compiler and half a minute: a stand-in computes the same, and a test holds it against the original.
+Everything else is SGLang's own code.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.abc
 import importlib.machinery
 import json
+import struct
 import sys
 import threading
 import types
@@ -58,6 +62,7 @@ with warnings.catch_warnings():
 
     sys.meta_path.append(_Finder())
 
+    from sglang.srt.mem_cache import utils as hashing
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
     from sglang.srt.mem_cache.device_pool_info import (
         KVBufferLayout,
@@ -78,6 +83,21 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
     from sglang.srt.mem_cache.utils import get_storage_hash_str
     from sglang.srt.runtime_context import get_context, get_parallel
+
+native_hash = hashing.get_native_hash
+
+
+def plain_hash(tokens: Any, prior: bytes | None, page_tokens: int) -> list[str]:
+    """Stand-in for get_native_hash: sha256(digest before || ids of the page as u32, LE), in hex."""
+    ids, digest, digests = list(tokens), prior or b"", []
+    for at in range(0, len(ids), page_tokens):
+        page = ids[at : at + page_tokens]
+        digest = hashlib.sha256(digest + struct.pack(f"<{len(page)}I", *page)).digest()
+        digests.append(digest.hex())
+    return digests
+
+
+hashing.get_native_hash = plain_hash
 
 PAGE_TOKENS = 16
 LAYERS = 3

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,7 +29,9 @@ from tests.engines.sglang_pools import (
     fill_randomly,
     mha_pool,
     mla_pool,
+    native_hash,
     page_hashes,
+    plain_hash,
     storage_config,
 )
 
@@ -37,6 +41,7 @@ from sglang.srt.mem_cache.hicache_storage import (  # isort: skip - after the st
     PoolName,
     PoolTransfer,
 )
+from sglang.srt.mem_cache.radix_cache import RadixKey  # isort: skip
 from sglang.srt.runtime_context import get_context  # isort: skip
 
 PAGES = 8
@@ -364,21 +369,23 @@ def test_another_namespace_never_hits(
     assert backend.batch_exists(keys) == PAGES
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: mla_pool(dtype=torch.float16),
-        lambda: mla_pool(dtype=torch.float32),
-        lambda: mla_pool("page_first_direct"),
-        lambda: mla_pool("layer_first"),
-        lambda: mla_pool(layers=LAYERS + 1),
-        mha_pool,
-    ],
-    ids=["float16", "float32", "page_first_direct", "layer_first", "layers", "mha"],
-)
-def test_another_dtype_or_layout_never_hits(start_backend: Start, make: Callable[[], Any]) -> None:
+UNLIKE: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "float16": (mla_pool, lambda: mla_pool(dtype=torch.float16)),
+    "float32": (mla_pool, lambda: mla_pool(dtype=torch.float32)),
+    "page_first_direct": (mla_pool, lambda: mla_pool("page_first_direct")),
+    "layer_first": (mla_pool, lambda: mla_pool("layer_first")),
+    "layers": (mla_pool, lambda: mla_pool(layers=LAYERS + 1)),
+    "mha": (mla_pool, mha_pool),
+    "mha float16": (mha_pool, lambda: mha_pool(dtype=torch.float16)),
+    "mha page_first_direct": (mha_pool, lambda: mha_pool("page_first_direct")),
+}
+
+
+@pytest.mark.parametrize("difference", UNLIKE)
+def test_another_dtype_or_layout_never_hits(start_backend: Start, difference: str) -> None:
     """User report 2: pages of equal size, too."""
-    pool, other = mla_pool(), make()
+    make_pool, make_other = UNLIKE[difference]
+    pool, other = make_pool(), make_other()
     stored(start_backend(pool), pool)
     stranger = start_backend(other)
     keys = page_hashes(TOKENS)
@@ -475,6 +482,13 @@ def test_pools_that_keep_no_prefix_are_not_cached_and_it_is_said_once(
 
 
 # SGLang's controller
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="SGLang compiles its page hash")
+def test_the_tests_page_hashes_are_sglangs() -> None:
+    key = RadixKey(array("q", TOKENS))
+    for prior in (None, bytes(range(32))):
+        assert plain_hash(key, prior, PAGE_TOKENS) == native_hash(key, prior, PAGE_TOKENS)
 
 
 @pytest.mark.parametrize("zero_copy", [True, False])
