@@ -112,7 +112,6 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._misses: Counter[MissReason] = Counter()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        ranks = vllm_config.parallel_config.tensor_parallel_size
         if role is KVConnectorRole.SCHEDULER:
             if not self._client.attached:
                 where = settings.address or "the default places"
@@ -122,16 +121,15 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 _namespace(vllm_config, kv_cache_config, geometry, settings),
                 geometry,
                 settings,
-                ranks,
                 RequestIdentifier(settings.block_tokens, kinds_of_extra_keys),
                 loads=transfer.is_kv_consumer,
                 stores=transfer.is_kv_producer,
             )
         else:
-            rank = get_tp_group().rank_in_group if ranks > 1 else 0
-            self._worker = WorkerSide(
-                self._client, geometry, settings, rank, ranks, _lowest if ranks > 1 else list
-            )
+            alone = geometry.ranks == 1
+            rank = 0 if alone else get_tp_group().rank_in_group
+            agree = list if alone else _lowest
+            self._worker = WorkerSide(self._client, geometry, settings, rank, agree)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -78,6 +78,7 @@ def cache_geometry(
         page_tokens=spec.block_size,
         page_bytes=spec.unpadded_page_size_bytes,
         pages_per_block=block_tokens // spec.block_size,
+        ranks=parallel.tensor_parallel_size,
         replicated=isinstance(spec, MLAAttentionSpec),
     )
 

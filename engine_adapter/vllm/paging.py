@@ -28,14 +28,21 @@ class Geometry:
         page_tokens: Tokens a page (vLLM's block).
         page_bytes: Bytes of a page in one layer.
         pages_per_block: Pages that make a kvtier block.
-        replicated: True for MLA: every rank of tensor parallelism has the same bytes.
+        ranks: Workers that compute a token together (tensor parallelism).
+        replicated: True for MLA: every rank has the same bytes.
     """
 
     layers: tuple[str, ...]
     page_tokens: int
     page_bytes: int
     pages_per_block: int
+    ranks: int
     replicated: bool
+
+    @property
+    def shards(self) -> int:
+        """Parts of a block, each of which a rank has: 1 where all ranks have all of it."""
+        return 1 if self.replicated else self.ranks
 
 
 class PagedLayers:

@@ -135,17 +135,17 @@ class SchedulerSide:
         spec: The model's namespace; None if it can't be identified, and then nothing is cached.
         geometry: Of vLLM's cache.
         settings: The operator's.
-        ranks: Workers whose shards make the cache together.
         identifier: Names requests.
+        loads: Whether it loads.
+        stores: Whether it stores.
     """
 
-    def __init__(  # noqa: PLR0913 - each of them is a part of its own
+    def __init__(
         self,
         client: Client,
         spec: NamespaceSpec | None,
         geometry: Geometry,
         settings: Settings,
-        ranks: int,
         identifier: RequestIdentifier,
         *,
         loads: bool,
@@ -155,7 +155,6 @@ class SchedulerSide:
         self._spec = spec
         self._geometry = geometry
         self._settings = settings
-        self._ranks = 1 if geometry.replicated else ranks
         self._identifier = identifier
         self._loads = loads
         self._stores = stores
@@ -352,8 +351,8 @@ class SchedulerSide:
         """
         if self._spec is None:
             return True
-        for rank in range(self._ranks):
-            self._client.drop_namespace(rank_namespace(self._spec, rank, self._ranks))
+        for rank in range(self._geometry.shards):
+            self._client.drop_namespace(rank_namespace(self._spec, rank, self._geometry.shards))
         revision = f"{self._spec.weights_revision.partition('+')[0]}+reset-{secrets.token_hex(16)}"
         self._spec = dataclasses.replace(self._spec, weights_revision=revision)
         # Requests that still run hold pages of the old weights.
@@ -380,8 +379,8 @@ class SchedulerSide:
         assert self._spec is not None
         hashes = cached.chain.upto(cached.request.all_token_ids, blocks)
         found = []
-        for rank in range(self._ranks):
-            spec = rank_namespace(self._spec, rank, self._ranks)
+        for rank in range(self._geometry.shards):
+            spec = rank_namespace(self._spec, rank, self._geometry.shards)
             loss = self._settings.allowed_loss
             found.append(self._client.lookup(spec, hashes, allowed_loss=loss))
         self.counts.add("lookups")

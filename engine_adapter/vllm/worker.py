@@ -75,7 +75,6 @@ class WorkerSide:
         geometry: Of this worker's cache.
         settings: The operator's.
         rank: This worker's, in tensor parallelism.
-        ranks: How many there are.
         agree: Makes all ranks' values the lowest of theirs; every rank calls it in the same steps.
     """
 
@@ -85,13 +84,12 @@ class WorkerSide:
         geometry: Geometry,
         settings: Settings,
         rank: int,
-        ranks: int,
         agree: Callable[[list[int]], list[int]],
     ) -> None:
         self._client = client
         self._geometry = geometry
         self._settings = settings
-        self._shard = (0, 1) if geometry.replicated else (rank, ranks)
+        self._shard = 0 if geometry.replicated else rank
         self._stores_here = rank == 0 or not geometry.replicated
         self._agree = agree
         self._layers: PagedLayers | None = None
@@ -285,7 +283,7 @@ class WorkerSide:
         """Blocks belong to this namespace from now on."""
         if self._namespace is None or self._namespace[0] != spec:
             self._forget(self._requests)
-        self._namespace = (spec, rank_namespace(spec, *self._shard))
+        self._namespace = (spec, rank_namespace(spec, self._shard, self._geometry.shards))
 
     @property
     def _spec(self) -> NamespaceSpec:

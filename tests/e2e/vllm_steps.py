@@ -97,14 +97,13 @@ class Rank:
         self._paged = PagedLayers(self.tensors, PER_BLOCK, PAGE_BYTES)
         self._mark = 0 if replicated else rank
         names = tuple(f"layer.{index}" for index in range(LAYERS))
-        geometry = Geometry(names, PAGE_TOKENS, PAGE_BYTES, PER_BLOCK, replicated)
+        geometry = Geometry(names, PAGE_TOKENS, PAGE_BYTES, PER_BLOCK, ranks, replicated)
         self.geometry = geometry
         self.side = WorkerSide(
             client,
             geometry,
             settings,
             rank,
-            ranks,
             lambda values: [*(min(value, others_blocks) for value in values[:-1]), values[-1]],
         )
         self.side.use(self._paged)
@@ -142,7 +141,6 @@ class Engine:
             spec,
             ranks[0].geometry,
             settings,
-            len(ranks),
             RequestIdentifier(BLOCK_TOKENS, no_kinds),
             loads=loads,
             stores=stores,
