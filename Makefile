@@ -26,8 +26,8 @@ test: lint
 
 # Each runs the files that are about its engine (tests/engines/conftest.py).
 test-engines: $(ENGINES)
-	$(SGLANG)/bin/python -m pytest tests/engines
-	$(VLLM)/bin/python -m pytest tests/engines
+	$(SGLANG)/bin/python -m pytest -o faulthandler_timeout=290 tests/engines
+	$(VLLM)/bin/python -m pytest -o faulthandler_timeout=290 tests/engines
 
 demo: $(STAMP)
 	$(BIN)/kvtier demo

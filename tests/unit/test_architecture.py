@@ -98,7 +98,7 @@ HOME_OF = {
     "safetensors": "engine_adapter* bench*",
     "tokenizers": "engine_adapter* bench*",
     "transformers": "bench.fidelity* bench.random_checkpoints",
-    "vllm": "engine_adapter.vllm* bench.vllm",
+    "vllm": "engine_adapter.vllm* bench.vllm_engine",
     "sglang": "engine_adapter.sglang*",
     "pytest": "",
     "hypothesis": "",
