@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvtier.errors import CapacityError, NamespaceMismatch
-from kvtier.index import HostState
+from kvtier.index import HostState, Namespace
 from kvtier.reads import Prefix
 from kvtier.store import StoreConfig
-from kvtier.types import Loss, NamespaceDigest, Refusal
+from kvtier.types import BlockHash, Loss, NamespaceDigest, Refusal
 from tests.sim.world import World, chain, digest_of, spec_of
 from tests.unit.support import ALICE, BOB, PAGE, SPEC, on_ssd, present, world_of, write_out
 
@@ -89,13 +91,25 @@ def test_reclaiming_a_dropped_generation_spares_the_new_one() -> None:
 # Lossy copies
 
 
+def store(
+    world: World,
+    namespace: Namespace,
+    hashes: Sequence[BlockHash],
+    *,
+    allowed_loss: Loss = Loss.EXACT,
+    loss: Loss = Loss.EXACT,
+) -> None:
+    """Reserve and commit."""
+    reserved = world.reserve(namespace, None, hashes, ALICE, allowed_loss=allowed_loss, loss=loss)
+    assert reserved.lease is not None
+    world.commit(reserved.lease.id, ALICE)
+
+
 def test_a_lossy_copy_serves_only_who_allows_it_and_gives_way_to_the_exact_one() -> None:
     world = world_of(4, ssd_blocks=16)
     namespace = world.open(SPEC)
     hashes = chain(namespace, range(2))
-    reserved = world.reserve(namespace, None, hashes, ALICE, allowed_loss=Loss.BOUNDED)
-    assert reserved.lease is not None
-    world.commit(reserved.lease.id, ALICE)
+    store(world, namespace, hashes, allowed_loss=Loss.BOUNDED)
     assert present(world, hashes) == 2, "RAM holds what the engine delivered"
     write_out(world, namespace, hashes)
     world.restart()
@@ -119,9 +133,7 @@ def test_an_exact_store_replaces_the_lossy_copy_of_a_block_that_ram_has() -> Non
     world = world_of(4, ssd_blocks=16)
     namespace = world.open(SPEC)
     hashes = chain(namespace, range(2))
-    reserved = world.reserve(namespace, None, hashes, ALICE, allowed_loss=Loss.BOUNDED)
-    assert reserved.lease is not None
-    world.commit(reserved.lease.id, ALICE)
+    store(world, namespace, hashes, allowed_loss=Loss.BOUNDED)
     write_out(world, namespace, hashes)
     assert namespace.blocks[hashes[0]].ssd_loss is Loss.BOUNDED
     again = world.reserve(namespace, None, hashes, BOB)
@@ -140,9 +152,7 @@ def test_an_exact_store_beside_a_lossy_write_that_is_under_way_replaces_it() -> 
     world = world_of(4, ssd_blocks=16)
     namespace = world.open(SPEC)
     hashes = chain(namespace, range(1))
-    reserved = world.reserve(namespace, None, hashes, ALICE, allowed_loss=Loss.BOUNDED)
-    assert reserved.lease is not None
-    world.commit(reserved.lease.id, ALICE)
+    store(world, namespace, hashes, allowed_loss=Loss.BOUNDED)
     world.store.tiers.flush(namespace, hashes, world.now_s)
     world.take_jobs()
     assert world.reserve(namespace, None, hashes, BOB).covered_blocks == 1
@@ -173,9 +183,7 @@ def test_lossy_bytes_stay_lossy_on_the_ssd_and_in_ram_again() -> None:
     world = world_of(4, ssd_blocks=16)
     namespace = world.open(SPEC)
     hashes = chain(namespace, range(1))
-    reserved = world.reserve(namespace, None, hashes, ALICE, loss=Loss.BOUNDED)
-    assert reserved.lease is not None
-    world.commit(reserved.lease.id, ALICE)
+    store(world, namespace, hashes, loss=Loss.BOUNDED)
     assert present(world, hashes) == 0
     write_out(world, namespace, hashes)
     world.restart()
@@ -201,9 +209,7 @@ def test_an_exact_store_beside_one_that_fills_ram_again_replaces_the_lossy_copy(
     world = world_of(4, ssd_blocks=16)
     namespace = world.open(SPEC)
     hashes = chain(namespace, range(1))
-    reserved = world.reserve(namespace, None, hashes, ALICE, allowed_loss=Loss.BOUNDED)
-    assert reserved.lease is not None
-    world.commit(reserved.lease.id, ALICE)
+    store(world, namespace, hashes, allowed_loss=Loss.BOUNDED)
     write_out(world, namespace, hashes)
     world.restart()
     namespace = world.open(SPEC)
