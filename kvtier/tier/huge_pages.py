@@ -67,7 +67,7 @@ def _collapse(descriptor: int, address: int, at: int, size_bytes: int) -> bool:
             os.posix_fallocate(descriptor, offset, mmap.PAGESIZE)  # It collapses no empty range.
         except OSError:
             return False  # No room: who reserves the rest says so.
-    return _libc.madvise(address + at, size_bytes, _MADV_COLLAPSE) == 0
+    return bool(_libc.madvise(address + at, size_bytes, _MADV_COLLAPSE) == 0)
 
 
 @contextmanager
