@@ -45,7 +45,6 @@ MAY_IMPORT = [
     ("tier.ssd*", f"{BASE} hashing extents codec codec.* tier.base tier.ssd*"),
     ("tier.huge_pages", ""),
     ("tier.host", f"{BASE} extents addresses arena codec.base tier.huge_pages"),
-    ("tier.*", f"{BASE} hashing extents addresses arena codec codec.* tier.base"),
     ("index", f"{BASE} extents"),
     ("events", f"{BASE} index metrics"),
     ("leases", f"{BASE} extents index"),
@@ -80,7 +79,7 @@ MAY_IMPORT = [
     ("cli.demo", f"{BASE} {CORE} config* codec* client* cli* engine_adapter*"),
     ("cli*", f"{BASE} {CORE} config* tier.* v1* daemon* client* cli* footprint*"),
     ("__main__", "cli*"),
-    ("engine_adapter*", f"{BASE} hashing extents arena codec.base client* engine_adapter*"),
+    ("engine_adapter*", f"{BASE} hashing addresses codec.base client* engine_adapter*"),
     ("bench*", "* engine_adapter* bench*"),
 ]
 
@@ -105,8 +104,8 @@ HOME_OF = {
 }
 
 STANDARD_LIBRARY_ONLY = (
-    "types errors admission endurance speed extents metrics events index leases jobs residency shards"
-    " tiers reads writes store policy.*"
+    "types errors admission endurance speed extents metrics events index leases jobs residency"
+    " shards tiers reads writes store policy.*"
 )
 
 
