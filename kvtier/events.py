@@ -23,8 +23,8 @@ from kvtier.index import Block, BlockIndex, HostState, Namespace
 from kvtier.metrics import Counters
 from kvtier.types import BlockHash, NamespaceDigest, Tier
 
-LOOKS = 8
-"""Blocks that are looked at for each event that may be taken: looking is that much cheaper."""
+LOOKS = 2
+"""Blocks that are looked at for each that may be told: looking costs less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,17 @@ class Picture:
         blocks: Blocks told, counted once a tier.
     """
 
-    def __init__(self, told: list[tuple[Tier, list[tuple[BlockHash, Namespace]]]]) -> None:
-        self.blocks = sum(len(blocks) for _, blocks in told)
+    def __init__(self, told: dict[Tier, dict[BlockHash, Namespace]]) -> None:
+        self.blocks = sum(map(len, told.values()))
         self._told = told
 
     def events(self, limit: int) -> Iterator[list[Event]]:
         """Yield AllRemoved, then all blocks, `limit` of them at a time."""
-        blocks = ((tier, key, namespace) for tier, told in self._told for key, namespace in told)
+        blocks = (
+            (tier, key, namespace)
+            for tier, told in self._told.items()
+            for key, namespace in told.items()
+        )
         events: list[Event] = [AllRemoved()]
         while True:
             telling = _Telling()
@@ -143,7 +147,7 @@ class ResidencyEvents:
 
     def picture(self) -> Picture:
         """What all events taken so far tell; O(blocks), but only a copy."""
-        return Picture([(tier, list(told.items())) for tier, told in self._told.items()])
+        return Picture({tier: told.copy() for tier, told in self._told.items()})
 
     # What changed unnoticed
 
@@ -170,7 +174,7 @@ class ResidencyEvents:
             for key in list(namespace.blocks):
                 yield namespace, key
         for told in self._told.values():
-            for key, namespace in list(told.items()):
+            for key, namespace in told.copy().items():
                 yield namespace, key
 
 

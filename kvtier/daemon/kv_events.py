@@ -38,7 +38,7 @@ from kvtier.metrics import Counters
 log = structlog.get_logger(__name__)
 
 BATCH_BLOCKS = 256
-"""Most that one batch tells, for the event loop's sake: a quarter of a millisecond."""
+"""Most that one batch tells, for the event loop's sake: half a millisecond."""
 PAUSE_S = 0.02
 """Between two looks for changes: what happens in between is one batch."""
 BUSY_PAUSE_S = 0.002
