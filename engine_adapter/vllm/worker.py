@@ -98,6 +98,7 @@ class WorkerSide:
         self._to_store: list[StoredRequest] = []
         self._pool = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kvtier-load")
         self._running: dict[Future[Outcome], Load] = {}
+        self._aborted: set[str] = set()
         self._bad_pages: set[int] = set()
         self._failed_step = 0
         self._loss = Loss.EXACT
@@ -149,10 +150,11 @@ class WorkerSide:
 
     def end(self, finished: Iterable[str]) -> set[str]:
         """These requests are over; which loads between steps are."""
+        loading = {load.request_id for load in self._running.values()}
         for request_id in finished:
-            request = self._requests.pop(request_id, None)
-            if request is not None and request.parent is not None and self._stores_here:
-                self._client.finish(self._spec, request.parent)
+            self._finish(request_id)
+            if request_id in loading:
+                self._aborted.add(request_id)
         done = [future for future in self._running if future.done()]
         loaded = set()
         for future in done:
@@ -161,7 +163,16 @@ class WorkerSide:
             self._count(load, outcome)
             self._settle(load, outcome.blocks)
             loaded.add(load.request_id)
+        for request_id in loaded & self._aborted:
+            self._finish(request_id)
+        self._aborted -= loaded
         return loaded
+
+    def _finish(self, request_id: str) -> None:
+        """Forget a request; its chain was used just now."""
+        request = self._requests.pop(request_id, None)
+        if request is not None and request.parent is not None and self._stores_here:
+            self._client.finish(self._spec, request.parent)
 
     def take_bad_pages(self) -> set[int]:
         """Pages that should have been loaded and were not, since the last call."""
@@ -172,6 +183,11 @@ class WorkerSide:
         """For the scheduler's side."""
         taken, self._taken = tuple(self._taken), []
         return Report(self._failed_step, self._loss, taken)
+
+    @property
+    def known_requests(self) -> int:
+        """Requests that it remembers something of."""
+        return len(self._requests) + len(self._aborted)
 
     def close(self) -> None:
         """Give everything back."""

@@ -13,7 +13,14 @@ from kvtier.client import Client
 from kvtier.process import DaemonProcess
 from kvtier.types import Loss, MissReason, NamespaceSpec, Tier
 from tests.e2e.conftest import Connect, StartDaemon, daemons
-from tests.e2e.support import PATIENCE_S, chain, counter, eventually
+from tests.e2e.support import (
+    PATIENCE_S,
+    chain,
+    cont_daemon,
+    counter,
+    eventually,
+    stop_daemon,
+)
 from tests.e2e.vllm_steps import (
     BLOCK_TOKENS,
     PER_BLOCK,
@@ -362,6 +369,32 @@ def test_loads_between_steps(
     holed.num_computed_tokens = 192
     engine.step({"good": 8, "holed": 138})
     has_blocks(client, engine, holed, 5)
+    nothing_is_held(client)
+
+
+def test_an_abort_between_a_loads_start_and_its_end(
+    daemon: DaemonProcess, connect: Connect, make_engine: MakeEngine
+) -> None:
+    """vLLM keeps the pages until the load is reported; then nothing of the request is left."""
+    client = connect(daemon)
+    engine = make_engine(client, Settings(async_load=True))
+    first, aborted = request_of("a", 200), request_of("gone", 200)
+    engine.prefill(first)
+    has_blocks(client, engine, first, 3)
+    assert engine.admit(aborted) == 192
+    plan = engine.plan({})
+    engine.scheduler.finished(aborted)
+    side = engine.ranks[0].side
+    stop_daemon(daemon)
+    try:
+        _, loaded, _ = engine.run(plan, {})
+        assert not loaded
+        assert not side.end(["gone"])
+    finally:
+        cont_daemon(daemon)
+    assert eventually(lambda: side.end([]), "the load ends") == {"gone"}
+    engine.finish(first)
+    assert side.known_requests == 0
     nothing_is_held(client)
 
 
