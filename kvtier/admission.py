@@ -7,6 +7,7 @@ beats writing through on hits and on bytes written; second touch writes least an
 from __future__ import annotations
 
 import enum
+from collections import OrderedDict
 
 from kvtier.types import BlockHash, WritePolicy
 
@@ -32,7 +33,7 @@ class Admission:
     def __init__(self, policy: WritePolicy) -> None:
         self.tight = False
         self._policy = policy
-        self._ghosts: dict[BlockHash, None] = {}
+        self._ghosts: OrderedDict[BlockHash, None] = OrderedDict()
 
     @property
     def policy(self) -> WritePolicy:
@@ -63,4 +64,4 @@ class Admission:
         """A block that admits() refused has left RAM."""
         self._ghosts[key] = None
         if len(self._ghosts) > GHOSTS:
-            del self._ghosts[next(iter(self._ghosts))]
+            self._ghosts.popitem(last=False)

@@ -10,6 +10,7 @@ its place says so (index.py). What is left of it goes when somebody stores it ag
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from itertools import islice
@@ -60,7 +61,7 @@ class SsdShard:
         self.writing = Place(number, None)
         self.deleting_bytes = 0
         self.retry_at_s = 0.0
-        self.touched: dict[Block, None] = {}
+        self.touched: OrderedDict[Block, None] = OrderedDict()
         self._places: dict[int, Place] = {}
         self._given_up: set[int] = set()
 
@@ -148,7 +149,8 @@ class SsdResidency:
         pairs = zip(policies, usages, strict=True)
         self.shards = [SsdShard(number, *pair) for number, pair in enumerate(pairs)]
         self.budget = budget
-        self.dirty: dict[Block, None] = {}
+        # Not a dict: to find its first again and again costs the square of what was taken out.
+        self.dirty: OrderedDict[Block, None] = OrderedDict()
         self.dirty_bytes = 0
         self._index = index
         self._host = host
@@ -262,7 +264,7 @@ class SsdResidency:
         shard.policy.touch(blocks, [block.stamp for block in blocks])
         shard.touched.update(dict.fromkeys(blocks))
         while len(shard.touched) > TOUCHED:
-            del shard.touched[next(iter(shard.touched))]
+            shard.touched.popitem(last=False)
 
     def restamp(self, limit: int) -> None:
         """Have the recency of up to `limit` touched blocks a shard stored, oldest touch first."""

@@ -10,7 +10,7 @@ came later, however long it takes: what the index forgot must not come back at a
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -116,7 +116,7 @@ class ShardCommits:
         self._committer = committer
         self._writers = writers
         self._items: deque[Item] = deque()
-        self._open: dict[WriterJob, int] = {}
+        self._open: OrderedDict[WriterJob, int] = OrderedDict()
         self._made = 0
         self._working = False
         self._busy = BusyTime(context.clock)
