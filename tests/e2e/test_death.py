@@ -76,6 +76,7 @@ def test_killed_while_writing(daemon: DaemonProcess, connect: Connect) -> None:
 
 
 def test_killed_while_reading(daemon: DaemonProcess, connect: Connect) -> None:
+    """User report 16: the daemon answers at once, and the lease is given back."""
     client = connect(daemon)
     put(client, SPEC, chain("read", 8))
     with Child("read", daemon.address, name="read", count=8, pause_at=4) as child:

@@ -10,12 +10,13 @@ import pytest
 
 from kvtier.client import Client
 from kvtier.process import DaemonProcess
-from kvtier.types import GroupId, MissReason, Tier
+from kvtier.types import Component, GroupId, MissReason, NamespaceSpec, Tier
 from kvtier.v1 import cache_pb2 as pb
 from tests.e2e.conftest import Connect, StartDaemon
 from tests.e2e.support import (
     BLOCK_BYTES,
     Child,
+    Content,
     Raw,
     chain,
     content,
@@ -54,6 +55,28 @@ def test_equal_blocks_are_stored_once(daemon: DaemonProcess, connect: Connect) -
     assert put(two, SPEC, hashes) == 8
     assert get_checked(one, SPEC, hashes) == 8
     assert used_bytes(one) == 8 * BLOCK_BYTES
+
+
+def test_a_block_of_several_components(daemon: DaemonProcess, connect: Connect) -> None:
+    """User report 10: a latent without its indexer key is not visible; with it, both are right."""
+    writer, reader = connect(daemon), connect(daemon)
+    latent = Component("latent_rope", "uint8", (4, 16, 576))
+    indexer = Component("indexer_key", "uint8", (4, 16, 128))
+    spec = NamespaceSpec("e2e", "two components", (latent, indexer), block_tokens=16)
+    hashes = chain("indexed", 3)
+    whole = contents(hashes, spec.block_bytes)
+    half = writer.reserve(spec, None, hashes)
+    half.write_with(lambda index, block: write_first(latent.size_bytes, whole[index], block))
+    assert reader.lookup(spec, hashes).num_blocks == 0, "the indexer keys are missing"
+    half.abort()
+    assert get_checked(reader, spec, hashes) == 0, "its writer gave up between the components"
+    assert put(writer, spec, hashes) == 3
+    assert get_checked(reader, spec, hashes) == 3
+
+
+def write_first(size_bytes: int, source: Content, block: Content) -> None:
+    """The first so many bytes of a block."""
+    block[:size_bytes] = source[:size_bytes]
 
 
 def test_a_write_lease_skips_what_is_present(daemon: DaemonProcess, connect: Connect) -> None:

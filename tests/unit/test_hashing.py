@@ -145,6 +145,7 @@ def test_bad_arguments_are_named() -> None:
 
 
 def test_fresh_interpreters_agree_whatever_their_hash_seed() -> None:
+    """User report 5."""
     program = (
         "from tests.unit.test_hashing import SPEC, namespace_digest, root_hash, block_hashes;"
         "root = root_hash(namespace_digest(SPEC), lora_digest=b'lora', cache_salt=b's');"
