@@ -25,6 +25,7 @@ from kvtier.client import Client
 from kvtier.process import DaemonProcess
 from tests.e2e.conftest import StartDaemon, daemons
 from tests.e2e.support import eventually
+from tests.engines.counting_daemon import Calls
 from tests.engines.vllm_engine import MAX_TOKENS, ROOT, TINY_MLA, EngineProcess, Prompt, environment
 
 collect_ignore_glob = [
@@ -147,12 +148,18 @@ def daemon(start_daemon: StartDaemon) -> DaemonProcess:
 
 
 @pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> Calls:
+    """What reaches the module's daemon."""
+    return Calls(tmp_path_factory.mktemp("calls") / "calls")
+
+
+@pytest.fixture(scope="module")
 def shared_daemon(
-    tmp_path_factory: pytest.TempPathFactory, running_daemons: list[DaemonProcess]
+    calls: Calls, tmp_path_factory: pytest.TempPathFactory, running_daemons: list[DaemonProcess]
 ) -> Iterator[DaemonProcess]:
     """A daemon for the tests of one module."""
     with watched_daemons(tmp_path_factory.mktemp("daemon"), running_daemons) as start:
-        yield start()
+        yield start(program=calls.program)
 
 
 @pytest.fixture

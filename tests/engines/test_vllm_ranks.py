@@ -8,6 +8,7 @@ import pytest
 
 from kvtier.process import DaemonProcess
 from tests.engines.conftest import Reference, StartEngine, noise
+from tests.engines.counting_daemon import Calls
 from tests.engines.vllm_engine import EngineProcess, connector
 
 GQA_BLOCK_TOKENS = 128
@@ -43,17 +44,22 @@ def stored_blocks(engine: EngineProcess) -> float:
 
 
 def test_mla_is_stored_once_and_loaded_by_every_rank(
-    one_rank: EngineProcess, two_ranks: EngineProcess, deepseek_v3: Path, reference: Reference
+    one_rank: EngineProcess,
+    two_ranks: EngineProcess,
+    deepseek_v3: Path,
+    calls: Calls,
+    reference: Reference,
 ) -> None:
     """Also between engines of one and of two ranks: same namespace, same bytes."""
     by_one, by_two = noise(1, 200), noise(2, 200)
     one_rank.one(by_one)
     answer = two_ranks.one(by_one)
     assert (answer.cached, answer.tokens) == (192, reference(deepseek_v3, by_one))
-    before = stored_blocks(two_ranks)
+    before, called = stored_blocks(two_ranks), calls.so_far()
     answer = two_ranks.one(by_two)
     assert (answer.cached, answer.tokens) == (0, reference(deepseek_v3, by_two))
-    assert stored_blocks(two_ranks) - before == 3, "one of the two ranks stores"
+    assert stored_blocks(two_ranks) - before == 3
+    assert (calls.so_far() - called)["Reserve"] == 1, "one of the two ranks stores"
     for engine in (two_ranks, one_rank):
         answer = engine.one(by_two)
         assert (answer.cached, answer.tokens) == (192, reference(deepseek_v3, by_two))
