@@ -12,6 +12,9 @@ from tests.engines.vllm_engine import BLOCK_TOKENS, TINY_MLA, EngineProcess, Pro
 
 Text = Callable[[int, int], Prompt]
 
+PAGE_BYTES = 4 * 16 * 576 * 4
+"""Layers, tokens, elements, float32."""
+
 ANSWER_TOKENS = 120
 TIGHT = {
     "kv_cache_memory_bytes": 6 << 20,
@@ -55,6 +58,30 @@ def test_preempted_requests(
         answer = engine.one(whole)
         assert answer.tokens == reference(TINY_MLA, whole)
         assert answer.cached == (len(whole.ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_pages_that_are_reused_in_the_next_step(
+    engine: EngineProcess, daemon: DaemonProcess, reference: Reference, text: Text
+) -> None:
+    """User report 8, with nothing left to chance: the cache has room for one request only.
+
+    A prompt fills its blocks and is aborted; the next step computes another one in their pages.
+    """
+    prompts = [text(1700 + 300 * i, 200) for i in range(3)]
+    engine.replace(
+        TINY_MLA,
+        connector(daemon.address),
+        kv_cache_memory_bytes=17 * PAGE_BYTES,
+        max_model_len=256,
+    )
+    for i, prompt in enumerate(prompts):
+        engine.start(f"{i}", prompt)
+        assert engine.step(1) == {}
+        engine.ask("abort", name=f"{i}")
+    engine.replace(TINY_MLA, connector(daemon.address))
+    for prompt in prompts:
+        answer = engine.one(prompt)
+        assert (answer.cached, answer.tokens) == (192, reference(TINY_MLA, prompt))
 
 
 def test_loads_between_steps(
