@@ -75,7 +75,8 @@ class Component:
     """One tensor of a block, C-contiguous, shaped for a whole block.
 
     Attributes:
-        name: What it is, e.g. "latent_rope" (MLA) or "indexer_key".
+        name: What it is, e.g. "latent_rope" (MLA) or "indexer_key". Lossy codecs touch only what
+            is "latent" or begins with "latent_" or "latent."; the rest is stored without loss.
         dtype: A key of DTYPE_BYTES.
         shape: For MLA (layers, block_tokens, kv_lora_rank + rope width).
     """

@@ -2,14 +2,15 @@
 
 The one place that decides what the lossy codecs may touch. A component is a *latent* if
 
+* its name is "latent", or begins with "latent_" or "latent." (as "latent_rope"),
 * its dtype is bfloat16, float16 or float32,
-* it has at least two dimensions, and its last one, the record, at least MIN_RECORD elements,
-* the record is wider than the namespace's rope.width, and
-* its name does not start with "indexer" (the keys of a sparse-attention indexer choose tokens:
-  a small error there changes which ones).
+* it has at least two dimensions, and its last one, the record, at least MIN_RECORD elements, and
+* the record is wider than the namespace's rope.width.
 
 The last rope.width elements of such a record are the rotary key, those before them the latent.
-Everything else (uint8, float8, one dimension, narrow records) is stored without loss.
+Everything else is stored without loss: other names (an indexer's keys choose tokens, and a small
+error there changes which ones; keys, values and states of other kinds were never measured), uint8,
+float8, one dimension, narrow records.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvtier.types import Component, NamespaceSpec
 
 MIN_RECORD = 16
 _FLOATS = ("bfloat16", "float16", "float32")
-_INDEXER = "indexer"
+_LATENT = "latent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,13 @@ class Piece:
 
 def is_latent(component: Component, spec: NamespaceSpec) -> bool:
     """Whether lossy codecs may change this component; see the module's text for the rule."""
+    named = component.name == _LATENT or component.name.startswith((f"{_LATENT}_", f"{_LATENT}."))
     return (
-        component.dtype in _FLOATS
+        named
+        and component.dtype in _FLOATS
         and len(component.shape) > 1
         and component.shape[-1] >= MIN_RECORD
         and component.shape[-1] > spec.rope.width
-        and not component.name.startswith(_INDEXER)
     )
 
 

@@ -36,15 +36,17 @@ LATENTS = NamespaceSpec(
 )
 GOLDEN = NamespaceSpec("m", "r", (Component("a", "bfloat16", (64,)), Component("b", "uint8", (3,))))
 
+names = st.sampled_from(["latent_", "latent.", "key", "index_k"])
+"""Of components: the first two are latents' names, the others not."""
 components = st.builds(
     Component,
-    st.just("c"),
+    names,
     st.sampled_from(sorted(DTYPE_BYTES)),
     st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple),
 )
 latent_components = st.builds(
     Component,
-    st.just("c"),
+    names,
     st.sampled_from(["bfloat16", "float16", "float32"]),
     st.tuples(st.integers(1, 3), st.integers(1, 70), st.integers(16, 24)),
 )
@@ -52,7 +54,7 @@ ropes = st.sampled_from([RopeSpec(), RopeSpec("interleaved", 1), RopeSpec("half"
 
 
 def spec_of(found: list[Component], rope: RopeSpec) -> NamespaceSpec:
-    named = (Component(f"c{i}", c.dtype, c.shape) for i, c in enumerate(found))
+    named = (Component(f"{c.name}{i}", c.dtype, c.shape) for i, c in enumerate(found))
     return NamespaceSpec("m", "r", tuple(named), rope)
 
 
@@ -164,7 +166,9 @@ class CodecContract:
         assert used.id == self.codec.id or (used.id == Raw.id and encoded is block)
 
     def test_every_truncation_and_any_tail_is_corrupt(self) -> None:
-        spec = NamespaceSpec("m", "r", (Component("c", "bfloat16", (2, 20)),), RopeSpec("half", 4))
+        spec = NamespaceSpec(
+            "m", "r", (Component("latent", "bfloat16", (2, 20)),), RopeSpec("half", 4)
+        )
         encoded = self.codec.encode(np.zeros(80, dtype=np.uint8), spec)
         for size in range(encoded.size):
             with pytest.raises(CorruptBlock):

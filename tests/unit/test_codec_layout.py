@@ -17,13 +17,20 @@ def spec(*components: Component, rope: int = 64) -> NamespaceSpec:
     ("component", "expected"),
     [
         (Component("latent_rope", "bfloat16", (61, 64, 576)), True),
-        (Component("anything", "float16", (64, 65)), True),
-        (Component("anything", "float32", (2, 3, 4, 65)), True),
+        (Component("latent", "float16", (64, 65)), True),
+        (Component("latent.0", "float32", (2, 3, 4, 65)), True),
         (Component("latent_rope", "bfloat16", (61, 64, 64)), False),  # Nothing but the rope.
         (Component("latent_rope", "bfloat16", (576,)), False),
         (Component("latent_rope", "uint8", (61, 64, 656)), False),
         (Component("latent_rope", "float8_e4m3", (61, 64, 576)), False),
         (Component("indexer_key", "bfloat16", (61, 64, 128)), False),
+        (Component("index_k", "bfloat16", (61, 64, 128)), False),
+        (Component("conv_state", "float32", (61, 64, 128)), False),
+        (Component("key", "bfloat16", (61, 64, 128)), False),
+        (Component("values", "float16", (61, 64, 128)), False),
+        (Component("latents", "bfloat16", (61, 64, 576)), False),
+        (Component("Latent", "bfloat16", (61, 64, 576)), False),
+        (Component("my_latent_rope", "bfloat16", (61, 64, 576)), False),
     ],
 )
 def test_what_is_a_latent(component: Component, expected: bool) -> None:
