@@ -183,6 +183,20 @@ def split_hashes(packed: bytes) -> list[BlockHash]:
     return [BlockHash(value) for (value,) in _HASH.iter_unpack(packed)]
 
 
+def scoped(digest: NamespaceDigest, packed: bytes) -> bytes:
+    """The daemon's own names of blocks: their hashes, each XOR the namespace's digest; and back.
+
+    Hashes that engines bring along may cover tokens only. On the tiers, equal hashes of two
+    namespaces must be two blocks all the same.
+
+    Args:
+        digest: The namespace's, 32 bytes.
+        packed: b"".join(hashes), of 32 bytes each.
+    """
+    mask = int.from_bytes(digest * (len(packed) // HASH_BYTES))
+    return (int.from_bytes(packed) ^ mask).to_bytes(len(packed))
+
+
 def weights_revision(paths: Iterable[Path], *, cache_dir: Path | None = None) -> str:
     """Digest of the weights' content: sha256 over sorted (name, content digest) pairs, in hex.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtier.index import HostCopy
-from kvtier.tier.base import BlockMeta, NamespaceRow, Restamp
+from kvtier.tier.base import BlockMeta, NamespaceRow, Restamp, Wanted
 from kvtier.types import BlockHash, Loss
 
 
@@ -23,11 +23,20 @@ class LoadJob:
     """
 
     shard: int
-    segment: int
     copy: HostCopy
-    hash: BlockHash
+    wanted: Wanted
     size_bytes: int
     stored_bytes: int
+
+    @property
+    def hash(self) -> BlockHash:
+        """Of the block."""
+        return self.wanted.hash
+
+    @property
+    def segment(self) -> int:
+        """Where the block is."""
+        return self.wanted.segment
 
     @property
     def is_raw(self) -> bool:

@@ -24,6 +24,7 @@ from kvtier.jobs import LoadJob
 from kvtier.leases import LeaseTable, Pin, ReadLease
 from kvtier.metrics import Counters
 from kvtier.speed import ReadSpeed
+from kvtier.tier.base import Wanted
 from kvtier.tiers import Tiers
 from kvtier.types import BlockHash, GroupId, Loss, Refusal
 
@@ -94,12 +95,14 @@ class Reads:
         computing them at `prefill_tokens_per_s`; 0 for all of them.
 
         Raises:
-            LeaseState: the request id has a live lease on other hashes.
+            LeaseState: the request id has a live lease on other hashes, or on lossier copies.
         """
         if (lease := self._leases.by_request(group, request_id)) is not None:
             granted = [copy.block.hash for copy in lease.copies]
             if granted != list(hashes[: len(granted)]):
                 raise LeaseState(f"request {request_id.hex()} has a lease on other blocks")
+            if any(copy.loss > allowed_loss for copy in lease.copies):
+                raise LeaseState(f"request {request_id.hex()} has a lease that allows more loss")
             return lease, Refusal.NONE
         prefix = self._hits(namespace, hashes, allowed_loss)
         refusal = Refusal.NONE if self._slots else Refusal.LEASES
@@ -238,7 +241,11 @@ class Reads:
         place, size_bytes, stored_bytes = block.place, block.namespace.size_bytes, block.ssd_bytes
         assert place.segment is not None
         self._speed(place.shard).loading_bytes += stored_bytes
-        job = LoadJob(place.shard, place.segment, copy, block.hash, size_bytes, stored_bytes)
+        namespace = block.namespace
+        wanted = Wanted(
+            block.hash, place.segment, namespace.digest, namespace.generation, block.ssd_loss
+        )
+        job = LoadJob(place.shard, copy, wanted, size_bytes, stored_bytes)
         self._loads.append(job)
         return copy
 

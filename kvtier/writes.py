@@ -171,8 +171,10 @@ class Writes:
             # One on the SSD only was too slow to load, or had no room: here it comes for nothing,
             # unless what comes has lost more.
             return loss > block.ssd_loss
-        # A copy that lost more than this client allows gives way to its exact one.
-        if block.held:
+        # A copy that can't be hit gives way. One on the SSD that only lost too much stays until its
+        # successor is there (commit), for nobody knows whether that comes.
+        lossy = block.stored and block.born_s >= block.namespace.oldest_s
+        if block.held and not lossy:
             self._tiers.drop_copies(block)
         return False
 
@@ -195,6 +197,7 @@ class Writes:
                 host.extents.free(extent)
                 return Refusal.LEASES
             records.append(self._records.pop())
+        host.detach(block)
         copy = block.host = HostCopy(block, extent, HostState.WRITING, loss)
         host.pin(copy)
         return copy

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import msgspec
 
 from kvtier.events import AllRemoved, BlocksStored, Event
-from kvtier.types import Tier
+from kvtier.hashing import scoped, split_hashes
+from kvtier.types import BlockHash, NamespaceDigest, Tier
 
 MEDIA = {Tier.HOST: "CPU", Tier.SSD: "STORAGE"}
 """vLLM's names of our tiers."""
@@ -76,8 +77,10 @@ def _as_vllm(event: Event) -> BlockStored | BlockRemoved | AllBlocksCleared:
     medium = MEDIA[event.tier]
     if isinstance(event, BlocksStored):
         return BlockStored(
-            block_hashes=event.hashes,
-            parent_block_hash=event.parent,
+            block_hashes=_engine_hashes(event.namespace, event.hashes),
+            parent_block_hash=None
+            if event.parent is None
+            else scoped(event.namespace, event.parent),
             token_ids=(),
             block_size=event.block_tokens,
             lora_id=None,
@@ -85,4 +88,10 @@ def _as_vllm(event: Event) -> BlockStored | BlockRemoved | AllBlocksCleared:
             lora_name=None,
             namespace=event.namespace,
         )
-    return BlockRemoved(event.hashes, medium, event.namespace)
+    hashes = _engine_hashes(event.namespace, event.hashes)
+    return BlockRemoved(hashes, medium, event.namespace)
+
+
+def _engine_hashes(namespace: NamespaceDigest, hashes: Sequence[BlockHash]) -> tuple[bytes, ...]:
+    """As engines know them."""
+    return tuple(split_hashes(scoped(namespace, b"".join(hashes))))

@@ -19,9 +19,10 @@ from kvtier.tier.base import (
     Scrubbed,
     StoredBlocks,
     TierUsage,
+    Wanted,
     WrittenBlock,
 )
-from kvtier.types import BlockHash, Loss
+from kvtier.types import Loss
 
 
 class LateTier(BlockTier):
@@ -74,8 +75,8 @@ class LateTier(BlockTier):
             deletes=deletes, writes=writes, namespaces=namespaces, restamps=restamps
         )
 
-    def read_into(self, key: BlockHash, segment: int, out: Bytes) -> int:
-        return self._opened.read_into(key, segment, out)
+    def read_into(self, wanted: Wanted, out: Bytes) -> int:
+        return self._opened.read_into(wanted, out)
 
     def scrub(self, position: bytes) -> Scrubbed:
         return self._opened.scrub(position)

@@ -24,6 +24,7 @@ from kvtier.daemon.translate import (
     REASONS,
     WIRE_VERSION,
     Context,
+    check_length,
     hash_of,
     hashes_of,
     loss_of,
@@ -195,7 +196,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         self._group(request.session_id)
         namespace = self._namespace(request.namespace)
         if not request.whole_namespace:
-            dropped = self._store.drop_blocks(namespace, hashes_of(request.hashes))
+            dropped = self._store.drop_blocks(namespace, hashes_of(namespace, request.hashes))
         elif request.hashes:
             raise InvalidRequest("hashes: must be empty with whole_namespace")
         else:
@@ -214,9 +215,10 @@ class CacheService(cache_pb2_grpc.CacheServicer):
     @typed_errors
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
         self._group(request.session_id)
+        namespace = self._namespace(request.namespace)
         found = self._store.reads.lookup(
-            self._namespace(request.namespace),
-            hashes_of(request.hashes),
+            namespace,
+            hashes_of(namespace, request.hashes),
             loss_of("allowed_loss", request.allowed_loss),
         )
         return pb.LookupResponse(
@@ -233,7 +235,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         namespace = self._namespace(request.namespace)
         lease, refusal = self._store.reads.acquire(
             namespace,
-            hashes_of(request.hashes),
+            hashes_of(namespace, request.hashes),
             group=group,
             now_s=self._clock(),
             ttl_s=request.ttl_ms / 1000,
@@ -301,9 +303,10 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         if not request.ttl_ms:
             raise InvalidRequest("ttl_ms: a pin needs a time to live")
         pin_id = secrets.token_bytes(16)
+        namespace = self._namespace(request.namespace)
         blocks = self._store.reads.pin(
-            self._namespace(request.namespace),
-            hashes_of(request.hashes),
+            namespace,
+            hashes_of(namespace, request.hashes),
             pin_id=pin_id,
             now_s=self._clock(),
             ttl_s=request.ttl_ms / 1000,
@@ -323,8 +326,8 @@ class CacheService(cache_pb2_grpc.CacheServicer):
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
         group = self._group(request.session_id)
         namespace = self._namespace(request.namespace)
-        hashes = hashes_of(request.hashes)
-        parent = hash_of("parent", request.parent) if request.parent else None
+        hashes = hashes_of(namespace, request.hashes)
+        parent = hash_of(namespace, "parent", request.parent) if request.parent else None
         allowed_loss = loss_of("allowed_loss", request.allowed_loss)
         loss = loss_of("loss", request.loss)
         if request.wait_ms:
@@ -420,15 +423,14 @@ class CacheService(cache_pb2_grpc.CacheServicer):
     @typed_errors
     async def Finish(self, request: pb.FinishRequest, context: Context) -> pb.FinishResponse:
         self._group(request.session_id)
-        touched = self._store.finish(
-            self._namespace(request.namespace), hash_of("tail", request.tail)
-        )
+        namespace = self._namespace(request.namespace)
+        touched = self._store.finish(namespace, hash_of(namespace, "tail", request.tail))
         return pb.FinishResponse(touched_blocks=touched)
 
     @typed_errors
     async def Flush(self, request: pb.FlushRequest, context: Context) -> pb.FlushResponse:
         self._group(request.session_id)
-        hashes = hashes_of(request.hashes)
+        hashes = hashes_of(self._namespace(request.namespace), request.hashes)
         deadline_s = self._clock() + min(request.timeout_ms / 1000, MAX_WAIT_S)
         while True:
             namespace = self._namespace(request.namespace)
@@ -464,7 +466,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
     def _namespace(self, digest: bytes) -> Namespace:
         found = self._store.index.namespaces.get(NamespaceDigest(digest))
         if found is None:
-            hash_of("namespace", digest)
+            check_length("namespace", digest)
             raise UnknownNamespace(f"namespace {digest.hex()[:12]} is not open: OpenNamespace")
         return found
 

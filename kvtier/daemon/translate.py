@@ -11,7 +11,8 @@ import grpc
 import structlog
 
 from kvtier import errors
-from kvtier.hashing import namespace_digest, parse_spec, split_hashes
+from kvtier.hashing import namespace_digest, parse_spec, scoped, split_hashes
+from kvtier.index import Namespace
 from kvtier.types import (
     HASH_BYTES,
     MAX_BLOCKS_PER_CALL,
@@ -93,8 +94,8 @@ def typed_errors(
     return call
 
 
-def hashes_of(packed: bytes) -> list[BlockHash]:
-    """The hashes of a request's field.
+def hashes_of(namespace: Namespace, packed: bytes) -> list[BlockHash]:
+    """The hashes of a request's field, as the store knows them (hashing.scoped).
 
     Raises:
         InvalidRequest: none, too many, or a wrong length.
@@ -103,14 +104,23 @@ def hashes_of(packed: bytes) -> list[BlockHash]:
         raise errors.InvalidRequest("hashes: at least one is needed")
     if len(packed) > MAX_BLOCKS_PER_CALL * HASH_BYTES:
         raise errors.InvalidRequest(f"hashes: more than {MAX_BLOCKS_PER_CALL} in one call")
-    return split_hashes(packed)
+    if len(packed) % HASH_BYTES:
+        raise errors.InvalidRequest(
+            f"hashes: {len(packed)} bytes is not a multiple of {HASH_BYTES} (sha256)"
+        )
+    return split_hashes(scoped(namespace.digest, packed))
 
 
-def hash_of(field: str, value: bytes) -> BlockHash:
-    """One hash; raises InvalidRequest for a wrong length."""
+def hash_of(namespace: Namespace, field: str, value: bytes) -> BlockHash:
+    """One hash, as the store knows it; raises InvalidRequest for a wrong length."""
+    check_length(field, value)
+    return BlockHash(scoped(namespace.digest, value))
+
+
+def check_length(field: str, value: bytes) -> None:
+    """Raise InvalidRequest unless a value has the length of a hash."""
     if len(value) != HASH_BYTES:
         raise errors.InvalidRequest(f"{field}: {len(value)} bytes, a hash has {HASH_BYTES}")
-    return BlockHash(value)
 
 
 def loss_of(field: str, value: int) -> Loss:

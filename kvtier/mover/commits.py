@@ -78,7 +78,8 @@ class _Batch:
         """Whether an item can be part of it, too."""
         if isinstance(item, Unit):
             fits = not self.units or self.size_bytes + item.size_bytes <= most_bytes
-            return item.outcome.done() and fits
+            apart = self.hashes.isdisjoint(job.meta.hash for job in item.jobs)
+            return item.outcome.done() and fits and apart
         if isinstance(item, DeleteJob):
             return len(self.deletes) < MAX_DELETES and item.hash not in self.hashes
         return True

@@ -101,7 +101,7 @@ class ShardLoads:
     async def _load(self, job: LoadJob) -> None:
         context = self._context
         out = context.arena.view(job.copy.extent, job.size_bytes)
-        read = partial(context.tier.read_into, job.hash, job.segment, out)
+        read = partial(context.tier.read_into, job.wanted, out)
         late = partial(context.store.reads.late, job)
         try:
             stored_bytes = await self._health.run(self._readers, read, late)

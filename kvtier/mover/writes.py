@@ -135,12 +135,15 @@ class ShardWrites:
 
     def _start(self, first: WriteJob, codec: Executor) -> int:
         """Encode and write a block, and small ones behind it; their bytes."""
-        jobs, size_bytes = [first], first.size_bytes
+        jobs, size_bytes, names = [first], first.size_bytes, {first.meta.hash}
         most_bytes = min(UNIT_BYTES, self._room_bytes)
         while self._queue:
             job = self._queue[0]
             if not isinstance(job, WriteJob) or size_bytes + job.size_bytes > most_bytes:
                 break
+            if job.meta.hash in names:
+                break  # One commit has a name once.
+            names.add(job.meta.hash)
             jobs.append(job)
             size_bytes += job.size_bytes
             self._queue.popleft()

@@ -97,6 +97,25 @@ class PreparedBlock:
     checksum: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A stored block, by all that its reader relies on.
+
+    Attributes:
+        hash: Its name.
+        segment: Where it is.
+        namespace: Whose it is.
+        generation: Of the namespace.
+        loss: The most that it may have lost.
+    """
+
+    hash: BlockHash
+    segment: int
+    namespace: NamespaceDigest
+    generation: int
+    loss: Loss
+
+
 class Piece(NamedTuple):
     """A run of a segment's bytes."""
 
@@ -274,19 +293,18 @@ class BlockTier(ABC):
         """
 
     @abstractmethod
-    def read_into(self, key: BlockHash, segment: int, out: Bytes) -> int:
+    def read_into(self, wanted: Wanted, out: Bytes) -> int:
         """Read, verify and decode one block into `out`, all of it or raise.
 
         Args:
-            key: A committed block that no commit deletes meanwhile.
-            segment: Where it is.
+            wanted: A committed block that no commit deletes meanwhile.
             out: (block bytes,) uint8; undefined after an error.
 
         Returns:
             Stored bytes read from the medium.
 
         Raises:
-            CorruptBlock: absent, short, checksum or codec mismatch.
+            CorruptBlock: absent, short, checksum or codec mismatch, or another block than wanted.
             SegmentDamaged: the segment's own tables are broken.
             TierUnavailable: the medium failed.
         """

@@ -102,9 +102,15 @@ class HostArena:
         os.close(self._owner_lock)
         self._owner_lock = -1
 
+    @property
+    def _unnamed(self) -> Path:
+        """The file until it is an arena."""
+        return self.path.with_suffix(".new")
+
     def _remove_files(self) -> None:
         """File by file: whatever else an operator keeps there is none of our business."""
         self.path.unlink(missing_ok=True)
+        self._unnamed.unlink(missing_ok=True)
         shutil.rmtree(self.lock_dir, ignore_errors=True)
         (self._directory / OWNER_LOCK).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -132,9 +138,9 @@ class HostArena:
         return False
 
     def _reserve(self) -> None:
+        unnamed = self._unnamed
+        unnamed.unlink(missing_ok=True)  # Of a daemon that was killed here: it takes our room.
         _check_room(self._directory, self.size_bytes)
-        unnamed = self.path.with_suffix(".new")
-        unnamed.unlink(missing_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(unnamed, flags, 0o600)
         try:

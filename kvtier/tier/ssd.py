@@ -19,6 +19,7 @@ import structlog
 
 from kvtier.codec import LOSSLESS, RAW, CodecChoice, encode_block
 from kvtier.codec.base import Bytes, Codec
+from kvtier.codec.layout import is_latent
 from kvtier.errors import CorruptBlock, TierError, TierFull, TierUnavailable
 from kvtier.tier import ssd_format as fmt
 from kvtier.tier import ssd_layout as layout
@@ -32,6 +33,7 @@ from kvtier.tier.base import (
     Scrubbed,
     StoredBlocks,
     TierUsage,
+    Wanted,
     WrittenBlock,
 )
 from kvtier.tier.ssd_changes import Changes
@@ -39,7 +41,7 @@ from kvtier.tier.ssd_directory import Mark, StoreDirectory, this_boot
 from kvtier.tier.ssd_env import Environment
 from kvtier.tier.ssd_file import BlockIo, medium_errors
 from kvtier.tier.ssd_lingering import Lingering
-from kvtier.tier.ssd_read import read_block, verify_block
+from kvtier.tier.ssd_read import check_wanted, read_block, verify_block
 from kvtier.tier.ssd_segments import Segments, joined
 from kvtier.types import BlockHash, Loss, NamespaceDigest
 
@@ -231,7 +233,9 @@ class SsdTier(BlockTier):
         payload = block
         if known is not None:
             codec = self._codec_of(known.spec)
-            if codec.loss > allowed_loss:
+            if codec.loss > allowed_loss or not any(
+                is_latent(each, known.spec) for each in known.spec.components
+            ):
                 codec = LOSSLESS
             used, payload = encode_block(codec, block, known.spec)
         lost = max(loss, used.loss)
@@ -324,12 +328,14 @@ class SsdTier(BlockTier):
 
     # ---- reading
 
-    def read_into(self, key: BlockHash, segment: int, out: Bytes) -> int:
-        env = self._live().open.get(segment)
+    def read_into(self, wanted: Wanted, out: Bytes) -> int:
+        env = self._live().open.get(wanted.segment)
         if env is None:
-            raise CorruptBlock(f"block {key.hex()}: its segment {segment} is gone", "absent")
+            name, segment = wanted.hash.hex(), wanted.segment
+            raise CorruptBlock(f"block {name}: its segment {segment} is gone", "absent")
         with env.held():
-            row = env.find(key)
+            row = env.find(wanted.hash)
+            check_wanted(row, wanted)
             read_block(env, row, self._known, out, self._io)
         return row.stored_bytes
 

@@ -10,7 +10,7 @@ from kvtier.codec import RAW, codec_by_id
 from kvtier.codec.base import Bytes
 from kvtier.errors import CorruptBlock
 from kvtier.tier import ssd_format as fmt
-from kvtier.tier.base import NamespaceRow
+from kvtier.tier.base import NamespaceRow, Wanted
 from kvtier.tier.ssd_env import Environment
 from kvtier.tier.ssd_file import BlockIo, medium_errors
 from kvtier.types import NamespaceDigest, NamespaceSpec
@@ -45,6 +45,15 @@ def read_block(
         raise _corrupt(row, "the checksum does not match", "checksum")
     if codec is not RAW:
         codec.decode_into(stored, spec, out)
+
+
+def check_wanted(row: fmt.Row, wanted: Wanted) -> None:
+    """Raise CorruptBlock if the row of a name is another block's than its reader means."""
+    meta = row.meta
+    if (meta.namespace, meta.generation) != (wanted.namespace, wanted.generation):
+        raise _corrupt(row, "it is another namespace's, or of another generation", "absent")
+    if row.loss > wanted.loss:
+        raise _corrupt(row, "it has lost more than its reader allows", "absent")
 
 
 def verify_block(

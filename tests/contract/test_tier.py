@@ -27,6 +27,7 @@ from kvtier.tier.base import (
     Restamp,
     StoredBlocks,
     TierUsage,
+    Wanted,
     WrittenBlock,
 )
 from kvtier.tier.ssd import SsdTier
@@ -68,6 +69,15 @@ def meta(spec: NamespaceSpec, number: int) -> BlockMeta:
         stamp=10 - number,
         born_s=1_700_000_000 + number,
     )
+
+
+def wanted_by(meta: BlockMeta, segment: int, loss: Loss = Loss.BOUNDED) -> Wanted:
+    """What a reader of this block asks for."""
+    return Wanted(meta.hash, segment, meta.namespace, meta.generation, loss)
+
+
+def wanted(spec: NamespaceSpec, number: int, segment: int) -> Wanted:
+    return wanted_by(meta(spec, number), segment)
 
 
 class Lossy(Codec):
@@ -119,7 +129,7 @@ class Shelf:
     def read(self, spec: NamespaceSpec, number: int, segment: int | None = None) -> Bytes:
         out = np.full(spec.block_bytes, 0xA5, dtype=np.uint8)
         segment = self.where[number] if segment is None else segment
-        stored = self.tier.read_into(block_hash(number), segment, out)
+        stored = self.tier.read_into(wanted(spec, number, segment), out)
         assert 0 < stored <= spec.block_bytes
         return out
 
@@ -207,7 +217,7 @@ class TierContract:
         prepared = shelf.tier.prepare(meta(LARGE, 0), odd, Loss.EXACT)
         shelf.commit([shelf.tier.write(prepared)])
         out = np.zeros(LARGE.block_bytes + 3, dtype=np.uint8)[3:]
-        shelf.tier.read_into(block_hash(0), shelf.where[0], out)
+        shelf.tier.read_into(wanted(LARGE, 0, shelf.where[0]), out)
         assert np.array_equal(out, block(LARGE, 0))
 
     def test_scan_tells_everything_of_a_block(
@@ -456,7 +466,34 @@ class TierContract:
         shelf.put(SMALL, [0])
         for size in (SMALL.block_bytes - 1, SMALL.block_bytes + 1):
             with pytest.raises(CorruptBlock):
-                shelf.tier.read_into(block_hash(0), shelf.where[0], np.empty(size, dtype=np.uint8))
+                shelf.tier.read_into(
+                    wanted(SMALL, 0, shelf.where[0]), np.empty(size, dtype=np.uint8)
+                )
+
+    def test_another_block_of_that_name_is_corrupt(self, shelf: Shelf) -> None:
+        """Names of two namespaces may be equal: a reader relies on more than that."""
+        written = shelf.write(SMALL, 0)
+        shelf.commit([written])
+        right = wanted(SMALL, 0, written.segment)
+        out = np.empty(SMALL.block_bytes, dtype=np.uint8)
+        assert shelf.tier.read_into(right, out)
+        for wrong in (
+            replace(right, namespace=namespace_digest(LARGE)),
+            replace(right, generation=right.generation + 1),
+        ):
+            with pytest.raises(CorruptBlock):
+                shelf.tier.read_into(wrong, out)
+
+    def test_a_block_that_lost_more_than_wanted_is_corrupt(self, shelf: Shelf) -> None:
+        prepared = shelf.tier.prepare(
+            meta(SMALL, 0), block(SMALL, 0), Loss.EXACT, loss=Loss.BOUNDED
+        )
+        written = shelf.tier.write(prepared)
+        shelf.commit([written])
+        out = np.empty(SMALL.block_bytes, dtype=np.uint8)
+        shelf.tier.read_into(wanted_by(prepared.meta, written.segment), out)
+        with pytest.raises(CorruptBlock, match="lost more"):
+            shelf.tier.read_into(wanted_by(prepared.meta, written.segment, Loss.EXACT), out)
 
     @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.model_id)
     def test_a_flipped_bit_on_the_medium_is_corrupt_and_can_be_rewritten(
@@ -504,7 +541,7 @@ class TierContract:
         shelf.tier.commit(writes=[written])
         out = np.empty(SMALL.block_bytes, dtype=np.uint8)
         with pytest.raises(CorruptBlock, match="checksum"):
-            shelf.tier.read_into(wrong.meta.hash, written.segment, out)
+            shelf.tier.read_into(wanted_by(wrong.meta, written.segment), out)
 
     def test_readers_never_see_another_block_while_the_writer_commits(self, shelf: Shelf) -> None:
         shelf.put(LARGE, range(4))
@@ -539,7 +576,7 @@ class TierContract:
             while not stop.is_set():
                 number = turn[0]
                 try:
-                    shelf.tier.read_into(block_hash(number), home, out)
+                    shelf.tier.read_into(wanted(LARGE, number, home), out)
                 except CorruptBlock:
                     continue
                 assert np.array_equal(out, block(LARGE, number))
@@ -645,7 +682,7 @@ class TierContract:
             out = np.empty(LARGE.block_bytes, dtype=np.uint8)
             started.wait()
             while True:
-                shelf.tier.read_into(block_hash(0), home, out)
+                shelf.tier.read_into(wanted(LARGE, 0, home), out)
 
         with ThreadPoolExecutor(2) as pool:
             running = [pool.submit(read_on) for _ in range(2)]

@@ -130,3 +130,19 @@ def test_a_rule_chooses_the_codec_of_a_namespace(
     stored(client, spec, hashes)
     written = counter(client, "ssd_written_bytes") / (4 * spec.block_bytes)
     assert most - 0.15 < written <= most
+
+
+def test_what_no_codec_changes_is_exact(start_daemon: StartDaemon, connect: Connect) -> None:
+    """Records that an engine has quantised itself: nothing in them is a latent of ours."""
+    daemon = start_daemon(ssd_codec="q6")
+    client = connect(daemon)
+    component = Component("latent_rope", "uint8", (2, 64, 656))
+    spec = NamespaceSpec("deep/model", "r", (component,))
+    hashes = chain("records", 2)
+    blocks = [np.full(spec.block_bytes, number, dtype=np.uint8) for number in (1, 2)]
+    client.put(spec, None, hashes, blocks, allowed_loss=Loss.BOUNDED, wait_s=20.0)
+    stored(client, spec, hashes)
+    client = restarted(daemon, connect)
+    found, loss = got(client, spec, hashes, Loss.EXACT)
+    assert (len(found), loss) == (2, Loss.EXACT)
+    assert all(map(np.array_equal, found, blocks))

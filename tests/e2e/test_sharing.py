@@ -253,6 +253,36 @@ def test_tenants_share_nothing(daemon: DaemonProcess, connect: Connect) -> None:
     assert get_checked(client, spec_of(tenant="a"), hashes) == 4
 
 
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_equal_hashes_of_two_namespaces_are_two_blocks_on_every_tier(
+    start_daemon: StartDaemon, connect: Connect, codec: str
+) -> None:
+    """User report 4. Some engines' hashes cover tokens only: ranks and models have equal ones."""
+    daemon = start_daemon(ssd_codec=codec)
+    client = connect(daemon)
+    hashes = chain("tokens", 6)
+    specs = [spec_of(tenant="a"), spec_of(tenant="b"), spec_of(2 * BLOCK_BYTES)]
+    blocks = {
+        spec: [np.full(spec.block_bytes, 16 * n + m, dtype=np.uint8) for m in range(6)]
+        for n, spec in enumerate(specs)
+    }
+    for spec in specs:  # In one batch, as far as the writer is concerned.
+        assert client.put(spec, None, hashes, blocks[spec], wait_s=20.0) == 6
+    for spec in specs:
+        assert client.flush(spec, hashes, timeout_s=20.0) == [True] * 6
+    for _ in range(2):
+        daemon.kill()
+        daemon.start()
+        client = connect(daemon)
+        for spec in specs:
+            room = [np.zeros(spec.block_bytes, dtype=np.uint8) for _ in hashes]
+            found = client.get(spec, hashes, room)
+            assert found.blocks_by_tier == {Tier.HOST: 0, Tier.SSD: len(blocks[spec])}
+            assert all(map(np.array_equal, room, blocks[spec]))
+        assert client.drop(specs[1], hashes) == len(blocks[specs[1]])
+        blocks[specs[1]] = []
+
+
 @pytest.mark.parametrize("kill", [False, True], ids=["running", "killed"])
 def test_a_dropped_namespace_stays_dropped(
     daemon: DaemonProcess, connect: Connect, kill: bool

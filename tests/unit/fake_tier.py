@@ -36,6 +36,7 @@ from kvtier.tier.base import (
     Scrubbed,
     StoredBlocks,
     TierUsage,
+    Wanted,
     WrittenBlock,
 )
 from kvtier.tier.host import HostArena
@@ -146,7 +147,8 @@ class FakeTier(BlockTier):
         self._end("commit", (len(deletes), len(namespaces), len(writes)))
         return self.usage()
 
-    def read_into(self, key: BlockHash, segment: int, out: Bytes) -> int:
+    def read_into(self, wanted: Wanted, out: Bytes) -> int:
+        key, segment = wanted.hash, wanted.segment
         self._begin("read", key)
         if key not in self.segments.get(segment, {}):
             raise CorruptBlock("absent")

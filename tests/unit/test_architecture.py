@@ -59,7 +59,7 @@ MAY_IMPORT = [
         " tier.base",
     ),
     ("tiers", f"{BASE} index jobs metrics residency shards tier.base"),
-    ("reads", f"{BASE} extents arena index jobs leases metrics speed tiers"),
+    ("reads", f"{BASE} extents arena index jobs leases metrics speed tier.base tiers"),
     ("restore", f"{BASE} index shards tier.base tiers"),
     ("writes", f"{BASE} extents arena index leases metrics tiers"),
     ("store", f"{BASE} {CORE} policy.base tier.base"),

@@ -18,6 +18,7 @@ from kvtier.hashing import (
     canonical_spec,
     namespace_digest,
     root_hash,
+    scoped,
     split_hashes,
     weights_revision,
 )
@@ -216,3 +217,14 @@ class TestWeightsRevision:
     def test_no_files(self, tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match="weight files"):
             weights_revision([], cache_dir=tmp_path)
+
+
+def test_a_block_s_name_in_the_daemon_differs_between_namespaces_and_leads_back() -> None:
+    one, two = (NamespaceDigest(hashlib.sha256(name).digest()) for name in (b"one", b"two"))
+    hashes = [hashlib.sha256(bytes([n])).digest() for n in range(3)]
+    packed = b"".join(hashes)
+    names = {digest: scoped(digest, packed) for digest in (one, two)}
+    assert not {*split_hashes(names[one])} & {*split_hashes(names[two]), *split_hashes(packed)}
+    assert all(scoped(digest, named) == packed for digest, named in names.items())
+    assert names[one][:32] == bytes(a ^ b for a, b in zip(one, hashes[0], strict=True)), "golden"
+    assert scoped(one, b"") == b""

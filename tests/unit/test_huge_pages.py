@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.arena import DATA_OFFSET
 from kvtier.extents import Extent
-from kvtier.tier import huge_pages
+from kvtier.tier import host, huge_pages
 from kvtier.tier.host import HostArena
 from kvtier.tier.huge_pages import HUGE_BYTES, STEP_BYTES, give_huge_pages
 
@@ -60,3 +60,16 @@ def test_an_arena_is_reserved_either_way(monkeypatch: pytest.MonkeyPatch, advice
         assert not last.any()
         last[:] = 7
         arena.close()
+
+
+def test_what_a_killed_daemon_left_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="kvtier-", dir="/dev/shm") as shm:
+        directory = Path(shm) / "arena"
+        directory.mkdir(mode=0o700)
+        left = directory / "arena.new"
+        left.write_bytes(bytes(mmap.PAGESIZE))
+        seen = []
+        monkeypatch.setattr(host, "_check_room", lambda *_: seen.append(left.exists()))
+        HostArena(directory, HUGE_BYTES, b"e" * 16).close()
+        assert seen == [False]
+        assert not directory.exists(), "and a clean stop leaves nothing"

@@ -53,6 +53,7 @@ from tests.contract.test_tier import (
     fill,
     hashes,
     meta,
+    wanted,
 )
 
 BATCH_BYTES = 1 << 20
@@ -436,7 +437,7 @@ class TestCapacity:
         written = tier.write(tier.prepare(meta(spec, 0), data, Loss.EXACT))
         tier.commit(writes=[written])
         out = np.zeros_like(data)
-        tier.read_into(block_hash(0), written.segment, out)
+        tier.read_into(wanted(spec, 0, written.segment), out)
         assert np.array_equal(out, data)
         assert occupied_bytes(tmp_path) < 6 << 20
         tier.close()

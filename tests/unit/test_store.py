@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvtier.errors import CapacityError, NamespaceMismatch
+from kvtier.errors import CapacityError, InvalidRequest, LeaseState, NamespaceMismatch
 from kvtier.index import HostState, Namespace
 from kvtier.reads import Prefix
 from kvtier.store import StoreConfig
@@ -220,6 +220,47 @@ def test_an_exact_store_beside_one_that_fills_ram_again_replaces_the_lossy_copy(
     write_out(world, namespace, hashes)
     assert namespace.blocks[hashes[0]].ssd_loss is Loss.EXACT
     world.check()
+
+
+@pytest.mark.parametrize("end", ["refused", "aborted", "no chain"])
+def test_a_lossy_copy_stays_until_its_successor_is_there(end: str) -> None:
+    world = world_of(4, ssd_blocks=16)
+    namespace = world.open(SPEC)
+    hashes = chain(namespace, range(3))
+    store(world, namespace, hashes, allowed_loss=Loss.BOUNDED)
+    write_out(world, namespace, hashes)
+    world.restart()
+    namespace = world.open(SPEC)
+    if end == "refused":
+        filler = chain(namespace, range(10, 14))
+        full = world.reserve(namespace, None, filler, ALICE)
+        assert full.lease is not None
+        assert world.reserve(namespace, None, hashes, BOB).refusal is Refusal.FULL
+        world.abort(full.lease.id, ALICE)
+    elif end == "aborted":
+        reserved = world.reserve(namespace, None, hashes[:1], BOB)
+        assert reserved.lease is not None
+        world.abort(reserved.lease.id, BOB)
+    else:
+        with pytest.raises(InvalidRequest):
+            world.reserve(namespace, None, [hashes[0], hashes[2]], BOB)
+    lease, _ = world.acquire(namespace, hashes, ALICE, allowed_loss=Loss.BOUNDED)
+    assert lease is not None
+    assert len(lease.copies) == 3
+    world.settle()
+    world.check()
+
+
+def test_a_request_s_lease_is_not_answered_to_who_allows_less_loss() -> None:
+    world = world_of(4, ssd_blocks=16)
+    namespace = world.open(SPEC)
+    hashes = chain(namespace, range(2))
+    store(world, namespace, hashes, loss=Loss.BOUNDED)
+    name = b"request"
+    lease, _ = world.acquire(namespace, hashes, ALICE, request_id=name, allowed_loss=Loss.BOUNDED)
+    assert lease is not None
+    with pytest.raises(LeaseState, match="more loss"):
+        world.acquire(namespace, hashes, ALICE, request_id=name)
 
 
 def test_lossy_bytes_do_not_cover_an_exact_copy_on_the_ssd() -> None:
