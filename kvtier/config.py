@@ -72,13 +72,20 @@ def _directories(value: object) -> object:
 
 
 def _codec_rules(rules: tuple[str, ...]) -> tuple[str, ...]:
+    """The same without white space around their parts; kvtier.codec makes use of them."""
+    found = []
     for rule in rules:
-        pattern, _, name = rule.rpartition("=")
-        if not pattern or "," in rule:
-            raise ValueError(f"{rule!r} is not MODEL=CODEC or TENANT:MODEL=CODEC")
+        pattern, _, name = (part.strip() for part in rule.rpartition("="))
+        parts = [part.strip() for part in pattern.split(":", 1)]
+        if "" in parts or "," in rule:
+            raise ValueError(
+                f"{rule!r} is not MODEL=CODEC or TENANT:MODEL=CODEC"
+                " (no part empty, no comma; * is any model or tenant)"
+            )
         if name not in get_args(CodecName):
             raise ValueError(f"{rule!r}: the codec must be one of {', '.join(get_args(CodecName))}")
-    return rules
+        found.append(f"{':'.join(parts)}={name}")
+    return tuple(found)
 
 
 def _each_apart(directories: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -181,9 +188,9 @@ class Settings(BaseSettings):
     )
     ssd_codec_rules: CodecRules = Field(
         default=(),
-        description="Stored form by namespace: MODEL=CODEC or TENANT:MODEL=CODEC, with * and ? in "
-        "names; the first that matches counts, ssd_codec without any. A list, or text with commas "
-        "between them.",
+        description="Stored form by namespace: MODEL=CODEC for every tenant or TENANT:MODEL=CODEC, "
+        "with * and ? in names; the first that matches counts, ssd_codec without any. A model "
+        "with a colon: *:qwen:7b=q6. A list, or text with commas between them.",
     )
     ssd_durability: Literal["relaxed", "full"] = Field(
         default="relaxed",

@@ -26,11 +26,14 @@ def choose_codec(default: str, rules: Iterable[str] = ()) -> CodecChoice:
 
     Args:
         default: Name of the codec for namespaces that no rule matches.
-        rules: MODEL=CODEC or TENANT:MODEL=CODEC, the first that matches counts. Model and tenant
-            are globs as in fnmatch, case-sensitive; without a colon it is for every tenant.
+        rules: MODEL=CODEC or TENANT:MODEL=CODEC, the first that matches counts. In model and
+            tenant * and ? stand for any characters and for one, everything else for itself, case
+            included. Without a colon a rule is for every tenant; the first colon ends the tenant,
+            so a model with a colon needs one: *:qwen:7b=q6. White space around the parts is not
+            theirs.
 
     Raises:
-        ConfigError: no such codec.
+        ConfigError: no such codec, or a rule of another form.
     """
     parsed = [_rule(rule) for rule in rules]
     otherwise = codec_by_name(default)
@@ -46,10 +49,17 @@ def choose_codec(default: str, rules: Iterable[str] = ()) -> CodecChoice:
 
 def _rule(rule: str) -> tuple[str, str, Codec]:
     pattern, _, name = rule.rpartition("=")
-    tenant, colon, model = pattern.partition(":")
+    tenant, colon, model = (part.strip() for part in pattern.partition(":"))
     if not colon:
-        tenant, model = "*", pattern
-    return tenant, model, codec_by_name(name)
+        tenant, model = "*", tenant
+    if not tenant or not model:
+        raise ConfigError(f"{rule!r} is not MODEL=CODEC or TENANT:MODEL=CODEC")
+    return _literal(tenant), _literal(model), codec_by_name(name.strip())
+
+
+def _literal(glob: str) -> str:
+    """For fnmatch, in which [ begins a set: model ids have it as a character like others."""
+    return glob.replace("[", "[[]")
 
 
 def codec_by_name(name: str) -> Codec:

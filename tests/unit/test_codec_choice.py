@@ -40,6 +40,41 @@ def test_the_first_rule_that_matches_counts(model: str, tenant: str, name: str) 
     assert choose_codec("lossless", rules)(spec(model, tenant)).name == name
 
 
+@pytest.mark.parametrize(
+    "rule",
+    ["acme : big model=q6", " acme:big model =q6", "acme:big model= q6 ", "\tacme :big model=q6"],
+)
+def test_white_space_around_parts_is_not_theirs(rule: str) -> None:
+    for rules in ((rule,), config.load({"ssd_codec_rules": rule}).settings.ssd_codec_rules):
+        choose = choose_codec("lossless", rules)
+        assert choose(spec("big model", "acme")).name == "q6"
+        assert choose(spec("big model", "other")).name == "lossless"
+
+
+def test_only_stars_and_question_marks_are_wildcards() -> None:
+    choose = choose_codec("lossless", ("a[bc]?=q6", "team[1]:*]=q8"))
+    assert choose(spec("a[bc]1")).name == "q6"
+    assert choose(spec("ab1")).name == "lossless"
+    assert choose(spec("[x]", "team[1]")).name == "q8"
+    assert choose(spec("[x]", "team1")).name == "lossless"
+
+
+def test_a_rule_without_a_tenant_is_for_all_of_them() -> None:
+    """So one for a tenant has to come before it."""
+    rules = ("deepseek-ai/*=q6", "acme:*=raw")
+    model = spec("deepseek-ai/DeepSeek-V3", "acme")
+    assert choose_codec("lossless", rules)(model).name == "q6"
+    assert choose_codec("lossless", rules[::-1])(model).name == "raw"
+
+
+@pytest.mark.parametrize("rule", ["acme:=q6", ":=q6", ":m=q6", " : m=q6", "=q6", " =q6", "q6", ""])
+def test_an_empty_part_is_refused(rule: str) -> None:
+    with pytest.raises(ConfigError, match="is not MODEL=CODEC or TENANT:MODEL=CODEC"):
+        choose_codec("lossless", (rule,))
+    with pytest.raises(ConfigError, match="is not MODEL=CODEC or TENANT:MODEL=CODEC"):
+        config.load({"ssd_codec_rules": [rule]})
+
+
 def test_an_unknown_codec_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown codec 'q7'"):
         choose_codec("lossless", ("a=q7",))
