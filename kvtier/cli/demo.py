@@ -2,7 +2,7 @@
 
 A real daemon with small capacities; source files of the running Python's standard library as long
 shared contexts; several questions about each, then follow-ups. Every turn is first answered
-without kvtier, and every later phase must generate exactly the same tokens:
+without kvtier, and every later phase must generate exactly the same tokens, unless it is lossy:
 
     cold      the first question about each file: nothing cached
     host      more turns about the same file: its prefix is in RAM
@@ -40,7 +40,7 @@ from kvtier.errors import ConfigError
 from kvtier.hashing import block_hashes, namespace_digest, root_hash
 from kvtier.process import DaemonProcess
 from kvtier.sizes import rounded_size
-from kvtier.types import BlockHash, Loss, Tier
+from kvtier.types import BlockHash, Loss, NamespaceSpec, Tier
 
 FILES = ("socket.py", "queue.py", "shelve.py", "sched.py", "contextlib.py", "selectors.py")
 DOCUMENTS = 4
@@ -57,9 +57,6 @@ FLUSH_TIMEOUT_S = 30.0
 HOST_SPEEDUP = 8.0
 SSD_SPEEDUP = 5.0
 LONG_PROMPT_TOKENS = 2000
-TABLE_WIDTH = 116
-WHOLE = ("phase", "tokens", "on SSD")
-"""Columns whose words are not broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +101,12 @@ class Phase:
         """How often the engine chose the reference's token, wherever both had the same context."""
         return self.agreed / self.compared if self.compared else 1.0
 
+    @property
+    def speedup(self) -> float:
+        """Median over the turns of each one's TTFT without kvtier over its TTFT here."""
+        pairs = zip(self.reference_ttft_s, self.ttft_s, strict=True)
+        return _median([reference / here for reference, here in pairs])
+
     def add(self, turn: Turn, completion: Any) -> None:
         """Note one answer."""
         self.prompt_tokens += completion.prompt_tokens
@@ -134,6 +137,7 @@ class Phase:
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": {t.value: self.cached_tokens[t] for t in (Tier.HOST, Tier.SSD)},
             "ttft_ms": round(1000 * statistics.median(self.ttft_s), 2),
+            "speedup_of_turns": round(self.speedup, 2),
             "tokens_per_s": round(statistics.median(self.tokens_per_s), 1),
             "tokens_equal": not self.differing_turns,
             "lossy": self.lossy,
@@ -145,13 +149,14 @@ class Phase:
 
 @dataclass(slots=True)
 class Outcome:
-    """The whole demo."""
+    """The whole demo; `spec` is the layout of the engine's blocks."""
 
     phases: list[Phase]
     hit_rate: dict[str, float]
     ssd: dict[str, float]
     shown: Turn
     ssd_codec: str
+    spec: NamespaceSpec
 
     @property
     def tokens_equal(self) -> bool:
@@ -162,6 +167,14 @@ class Outcome:
         """Median TTFT of long prompts, cold over `name`."""
         by_name = {phase.name: phase for phase in self.phases}
         return _median(by_name["cold"].long_ttft_s) / _median(by_name[name].long_ttft_s)
+
+    def bytes_per_token_layer(self) -> tuple[float, float]:
+        """What is on the SSD at the end: stored there, and as the engine delivers it."""
+        token_layers = self.spec.block_tokens * self.spec.components[0].shape[0]
+        delivered = self.spec.block_bytes / token_layers
+        last = self.phases[-1]
+        ratio = last.stored_bytes / last.block_bytes if last.block_bytes else float("nan")
+        return ratio * delivered, delivered
 
     def problems(self) -> list[str]:
         """Why the demo failed; empty if all of it holds."""
@@ -181,6 +194,7 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """For --json."""
+        stored, delivered = self.bytes_per_token_layer()
         return {
             "ok": not self.problems(),
             "tokens_equal": self.tokens_equal,
@@ -189,6 +203,11 @@ class Outcome:
             "hit_rate": self.hit_rate,
             "ssd": self.ssd,
             "ssd_codec": self.ssd_codec,
+            "block_dtype": self.spec.components[0].dtype,
+            "bytes_per_token_layer": {
+                "stored": round(stored, 1) if self.phases[-1].block_bytes else None,
+                "delivered": delivered,
+            },
             "problems": self.problems(),
         }
 
@@ -205,7 +224,7 @@ def demo(
     """Serve real prompts cold, from RAM, from SSD and after kill -9, and compare every token."""
     codec = codec_by_name(ssd_codec)
     checkpoint = checkpoint or default_checkpoint()
-    console = Console(stderr=json_output, width=None if sys.stderr.isatty() else TABLE_WIDTH)
+    console = Console(stderr=json_output)
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-demo-") as directory,
         Progress(console=Console(stderr=True), transient=True) as progress,
@@ -299,6 +318,7 @@ class Demo:
             _ssd_rates(counters),
             turns[0],
             self._codec.name,
+            engine.namespace,
         )
 
     def _engine(self, client: Client | None) -> Any:
@@ -406,55 +426,82 @@ def _ssd_rates(counters: Counter[str]) -> dict[str, float]:
     }
 
 
-def _tokens(phase: Phase) -> str:
+def _answers(phase: Phase) -> str:
     if phase.lossy:
-        return f"top-1 {phase.top1:.1%}"
+        return f"{phase.top1:.1%} top-1"
     return "differ" if phase.differing_turns else "equal"
 
 
 def show(outcome: Outcome, console: Console) -> None:
-    """The tables, for people."""
-    table = Table(title="kvtier demo: the same turns, with and without kvtier")
-    for column in (
-        "phase",
-        "prompts",
-        "prompt tokens",
-        "from host",
-        "from SSD",
-        "TTFT ms",
-        "speed-up",
-        "tokens/s",
-        "tokens",
-        "on SSD",
-    ):
-        left = column == "phase"
-        table.add_column(column, justify="left" if left else "right", no_wrap=column in WHOLE)
-    for phase in outcome.phases:
-        ratios = [a / b for a, b in zip(phase.reference_ttft_s, phase.ttft_s, strict=True)]
+    """The tables and what they mean, for people with 80 columns."""
+    console.print(_served(outcome.phases))
+    console.print(_answered(outcome.phases))
+    for line in _explanations(outcome):
+        console.print(f"* {line}", markup=False, highlight=False)
+    console.print(f"{outcome.shown.name}, as answered without kvtier:", style="bold")
+    console.print(outcome.shown.text, markup=False, highlight=False)
+    for problem in outcome.problems():
+        console.print(f"FAILED: {problem}", style="red")
+    sys.stdout.flush()
+
+
+def _served(phases: Iterable[Phase]) -> Table:
+    table = Table(title="where prompts came from", title_justify="left")
+    table.add_column("phase")
+    for column in ("prompts", "prompt tokens", "from host", "from SSD", "stored on SSD"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for phase in phases:
         table.add_row(
             phase.name,
             str(len(phase.ttft_s)),
             f"{phase.prompt_tokens:,}",
             f"{phase.cached_tokens[Tier.HOST]:,}",
             f"{phase.cached_tokens[Tier.SSD]:,}",
-            f"{1000 * _median(phase.ttft_s):.1f}",
-            f"{_median(ratios):.1f}x",
-            f"{_median(phase.tokens_per_s):.0f}",
-            _tokens(phase),
             rounded_size(phase.stored_bytes) if phase.stored_bytes else "",
         )
-    console.print(table)
-    console.print(
-        f"hit rate: host {outcome.hit_rate['host']:.1%}, SSD {outcome.hit_rate['ssd']:.1%}; "
-        f"SSD write {outcome.ssd['write_gbps']:.2f} GB/s, read {outcome.ssd['read_gbps']:.2f} GB/s"
-    )
+    return table
+
+
+def _answered(phases: Iterable[Phase]) -> Table:
+    table = Table(title="how fast, and whether the answers are the same", title_justify="left")
+    table.add_column("phase")
+    for column in ("TTFT ms", "speed-up", "tokens/s", "answers' tokens"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for phase in phases:
+        table.add_row(
+            phase.name,
+            f"{1000 * _median(phase.ttft_s):.1f}",
+            f"{phase.speedup:.1f}x",
+            f"{_median(phase.tokens_per_s):.0f}",
+            _answers(phase),
+        )
+    return table
+
+
+def _explanations(outcome: Outcome) -> list[str]:
+    """What the tables do not say by themselves."""
+    long = ", ".join(f"{n} {outcome.speedup(n):.1f}x" for n in ("host", "ssd", "restart"))
+    lines = [
+        "TTFT and tokens/s: medians. speed-up: of each turn, its TTFT without kvtier (reference)"
+        " over its TTFT in the phase; the median of these ratios.",
+        f"What must hold: cold's median TTFT over theirs, prompts of {LONG_PROMPT_TOKENS:,} tokens"
+        f" and more: {long} (at least {HOST_SPEEDUP:.0f}x from host, {SSD_SPEEDUP:.0f}x from ssd).",
+        f"Hit rate: host {outcome.hit_rate['host']:.1%}, SSD {outcome.hit_rate['ssd']:.1%}; SSD"
+        f" write {outcome.ssd['write_gbps']:.2f} GB/s, read {outcome.ssd['read_gbps']:.2f} GB/s.",
+    ]
+    if any(phase.lossy for phase in outcome.phases):
+        lines.append(
+            f"top-1: how often the engine, behind blocks that went through {outcome.ssd_codec},"
+            " chose the token that it chose without kvtier; up to the first other one of an answer."
+        )
     last = outcome.phases[-1]
-    console.print(
-        f"on the SSD as {outcome.ssd_codec}: {rounded_size(last.stored_bytes)} for "
-        f"{rounded_size(last.block_bytes)} of blocks ({last.stored_bytes / last.block_bytes:.3f})"
+    if not last.block_bytes:
+        return [*lines, "Nothing is on the SSD."]
+    stored, delivered = outcome.bytes_per_token_layer()
+    lines.append(
+        f"On the SSD as {outcome.ssd_codec}: {rounded_size(last.stored_bytes)} for"
+        f" {rounded_size(last.block_bytes)} of blocks ({last.stored_bytes / last.block_bytes:.3f});"
+        f" {stored:,.0f} of {delivered:,.0f} bytes a token and layer. This engine's blocks are"
+        f" {outcome.spec.components[0].dtype}; GPUs keep bfloat16, 2 bytes an element."
     )
-    console.print(f"{outcome.shown.name}, as answered without kvtier:", style="bold")
-    console.print(outcome.shown.text, markup=False, highlight=False)
-    for problem in outcome.problems():
-        console.print(f"FAILED: {problem}", style="red")
-    sys.stdout.flush()
+    return lines
