@@ -28,7 +28,7 @@ class Stored:
     Attributes:
         codec_ratio: ssd_stored_bytes over ssd_block_bytes; None with nothing on the SSD.
         end_to_end_ratio: ssd_written_bytes over logical_bytes; None without SSD, and with nothing
-            cached yet.
+            cached or nothing written yet (as after a restart).
         ssd_stored_bytes: Stored forms of the blocks that are on the SSD now.
         ssd_block_bytes: The same blocks as engines delivered them.
         ssd_written_bytes: Stored forms written since the daemon's start.
@@ -48,8 +48,8 @@ def footprint(
         str | None,
         typer.Option(
             metavar="MODEL|CONFIG.json",
-            help="deepseek-v2 (default), v2-lite, v3, v3.2, kimi-k2, glm-5, or a Hugging Face"
-            " config.json.",
+            help="deepseek-v2 (default), v2-lite, v3, v3.2 (all four with or without deepseek-),"
+            " kimi-k2, glm-5, or a Hugging Face config.json.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -68,14 +68,14 @@ def footprint(
     answer: dict[str, object] = {}
     console = Console(highlight=False)
     if model is not None or not stored:
-        geometry = geometries.geometry_of(model or geometries.DEFAULT)
+        geometry = geometries.geometry_of(geometries.DEFAULT if model is None else model)
         forms = sizes.forms(geometry)
         answer = report.as_dict(geometry, forms)
         if not as_json:
             _print_model(console, geometry, forms)
     if stored:
         found = stored_by(fetch(address or find_address()))
-        answer["stored"] = asdict(found)
+        answer["stored"] = {**asdict(found), "notes": list(_STORED_NOTES)}
         if not as_json:
             _print_stored(console, found)
     if as_json:
@@ -91,8 +91,7 @@ def _print_model(console: Console, geometry: Geometry, forms: list[Form]) -> Non
     for header in ("bytes a\ntoken", "and\nlayer", "of\ngqa8", "against\n67B"):
         table.add_column(header, justify="right", no_wrap=True)
     for tier in sizes.TIERS:
-        header = f"tokens a\nGiB {tier.upper()}" if tier == "hbm" else f"\n{tier.upper()}"
-        table.add_column(header, justify="right", no_wrap=True)
+        table.add_column(f"tokens/\nGiB {tier.upper()}", justify="right", no_wrap=True)
     for form in forms:
         table.add_row(
             form.name,
@@ -127,7 +126,7 @@ def stored_by(daemon: DaemonStatus) -> Stored:
     logical_bytes = int(daemon.counters["logical_bytes"])
     return Stored(
         codec_ratio=stored_bytes / block_bytes if block_bytes else None,
-        end_to_end_ratio=written_bytes / logical_bytes if daemon.shards and logical_bytes else None,
+        end_to_end_ratio=written_bytes / logical_bytes if written_bytes and logical_bytes else None,
         ssd_stored_bytes=stored_bytes,
         ssd_block_bytes=block_bytes,
         ssd_written_bytes=written_bytes,
@@ -146,16 +145,22 @@ def _print_stored(console: Console, found: Stored) -> None:
     )
     table.add_row(
         "end to end",
-        _rounded(found.end_to_end_ratio),
+        "nothing written since the start"
+        if found.logical_bytes and not found.ssd_written_bytes
+        else _rounded(found.end_to_end_ratio),
         f"{rounded_size(found.ssd_written_bytes)}: stored forms written since the start",
         f"{rounded_size(found.logical_bytes)}: all requests' cached tokens since the start, as"
         " engines deliver them, each request for itself",
     )
     console.print(table)
-    console.print(
-        "* The codec ratio is what codecs do. The end-to-end ratio has in it, too, what requests"
-        " share (written once) and what was not written: not worth it, or still in RAM only."
-    )
+    for line in _STORED_NOTES:
+        console.print(f"* {line}")
+
+
+_STORED_NOTES = (
+    "The codec ratio is what codecs do. The end-to-end ratio has in it, too, what requests"
+    " share (written once) and what was not written: not worth it, or still in RAM only.",
+)
 
 
 def _rounded(ratio: float | None) -> str:

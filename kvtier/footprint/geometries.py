@@ -6,6 +6,7 @@ further tokens (MTP).
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -76,18 +77,26 @@ KNOWN = {
     )
 }
 DEFAULT = "deepseek-v2"
+_MAKER = "deepseek-"
+"""Models of this maker go by their names with and without it."""
 
 
 def geometry_of(model: str) -> Geometry:
     """A known model's geometry, or that of a Hugging Face config.json or its directory.
 
+    Args:
+        model: A name in KNOWN, in capitals or not, of DeepSeek's models with or without
+            "deepseek-"; else a path.
+
     Raises:
         ConfigError: no such model or file, or not a configuration that gives a single figure; the
             message says which key is wrong.
     """
-    known = KNOWN.get(model)
+    known = _known().get(model.lower())
     if known is not None:
         return known
+    if not model.strip():
+        raise ConfigError(f"no model {model!r}: {_choices(model)}")
     path = Path(model)
     if path.is_dir():
         path /= "config.json"
@@ -95,13 +104,28 @@ def geometry_of(model: str) -> Geometry:
         with path.open("rb") as file:
             data = file.read(_CONFIG_BYTES + 1)
     except FileNotFoundError:
-        names = ", ".join(KNOWN)
-        raise ConfigError(
-            f"no model {model!r}: give {names}, or the path of a config.json"
-        ) from None
+        raise ConfigError(f"no model {model!r}: {_choices(model)}") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     return parse_config(data, str(path))
+
+
+def _known() -> dict[str, Geometry]:
+    """By every name that a known model goes by."""
+    names = dict(KNOWN)
+    for name, geometry in KNOWN.items():
+        if name.startswith(_MAKER):
+            names[name.removeprefix(_MAKER)] = geometry
+        elif name.startswith("v"):
+            names[_MAKER + name] = geometry
+    return names
+
+
+def _choices(model: str) -> str:
+    """What may be given instead; first the name that is nearest."""
+    text = f"give {', '.join(KNOWN)}, or the path of a config.json"
+    nearest = difflib.get_close_matches(model.lower(), _known(), n=1)
+    return f"did you mean {nearest[0]}? Else {text}" if nearest else text
 
 
 def parse_config(data: bytes, name: str) -> Geometry:

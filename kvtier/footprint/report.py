@@ -31,7 +31,7 @@ def as_dict(geometry: Geometry, forms: list[Form]) -> dict[str, object]:
         "gqa8_bytes_per_token": geometry.layers * GQA8_LAYER_BYTES,
         "deepseek_67b_bytes_per_token": DEEPSEEK_67B_BYTES,
         "measured_on": SOURCE if geometry.kv_lora_rank else None,
-        "notes": notes(geometry),
+        "notes": [*notes(geometry), *conclusions(forms)],
         "forms": {
             form.name: {
                 "meaning": form.meaning,
@@ -60,7 +60,7 @@ def title(geometry: Geometry) -> str:
 
 
 def notes(geometry: Geometry) -> list[str]:
-    """What the forms are, where their figures come from, and what these are not."""
+    """What the forms and columns are, where the figures come from, and what these are not."""
     conventional = (
         f"By arithmetic: mha, the keys and values of all {geometry.heads} heads; gqa8, those of 8"
         " heads of 128, at as many layers"
@@ -69,6 +69,7 @@ def notes(geometry: Geometry) -> list[str]:
         return [
             f"{conventional}; kv_bf16, those of this model's {geometry.kv_heads} heads; all bf16.",
             "This model has no latent (no kv_lora_rank), so codecs for latents have nothing to do.",
+            "Tokens per GiB: of any tier that keeps this form; whole tokens in 2^30 bytes.",
         ]
     found = [
         f"{conventional}; mla_bf16, latent and rotary key; all bf16.",
@@ -88,6 +89,15 @@ def notes(geometry: Geometry) -> list[str]:
             f" scale; no codec changes them, and they count in full), {2 * geometry.indexer_width}"
             " B in mla_bf16."
         )
+    found.append(
+        "Tokens per GiB: blank where a tier does not keep that form. kvtier's RAM holds what the"
+        " engine has, and codecs work for the SSD only; fp8_ds_mla under HBM and RAM is for engines"
+        " whose records are of this form."
+    )
+    found.append(
+        "q6 and fp8_ds_mla lose about as much: on tiny-mla q6 has less KL, fp8_ds_mla a higher"
+        " top-1 and a smaller error of the latent (python -m bench.codecs)."
+    )
     return found
 
 

@@ -135,7 +135,7 @@ _CODECS = {
     "lossless": ("the same bits in less room", TIERS[2:]),
     "fp8_ds_mla": ("latent fp8, rotary key bf16", TIERS),  # Engines keep such records as well.
     "q8": ("scaled integers, finest", TIERS[2:]),
-    "q6": ("scaled integers, as exact as fp8", TIERS[2:]),
+    "q6": ("scaled integers, about fp8's loss", TIERS[2:]),
     "q4": ("scaled integers, visible loss", TIERS[2:]),
 }
 

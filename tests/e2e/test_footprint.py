@@ -42,7 +42,11 @@ def ask(capsys: Output) -> Any:
 
 
 def test_codec_and_end_to_end_ratio_are_kept_apart(
-    daemon: DaemonProcess, connect: Connect, ask: Any
+    daemon: DaemonProcess,
+    connect: Connect,
+    ask: Any,
+    capsys: Output,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two requests of the same prompt, a restart, a drop."""
     client, hashes = connect(daemon), chain("shared", len(BLOCKS))
@@ -76,6 +80,14 @@ def test_codec_and_end_to_end_ratio_are_kept_apart(
     warm = ask(daemon)
     assert warm["codec_ratio"] == stored_bytes / block_bytes
     assert (warm["logical_bytes"], warm["end_to_end_ratio"]) == (0, None)
+
+    # What is read after that was written before: no ratio, instead of one of zero.
+    client.get(SPEC, hashes, [np.empty_like(block) for block in BLOCKS])
+    assert ask(daemon)["logical_bytes"] == block_bytes
+    assert ask(daemon)["end_to_end_ratio"] is None
+    monkeypatch.setenv("COLUMNS", "200")  # Wide: cells in one line.
+    assert main.run(["footprint", "--stored", "--address", daemon.address]) == 0
+    assert "nothing written since the start" in capsys.readouterr().out
 
     client.drop(SPEC, hashes[1:])
     eventually(lambda: ask(daemon)["ssd_block_bytes"] == BLOCKS[0].size, "a block is gone")

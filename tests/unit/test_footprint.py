@@ -293,11 +293,33 @@ def test_a_model_of_no_real_size_is_not_built() -> None:
         sizes.forms(parsed(num_hidden_layers=65_536, kv_lora_rank=65_536))
 
 
-@pytest.mark.parametrize("name", ["nonsense", "v4", "nowhere/config.json"])
+@pytest.mark.parametrize("name", ["nonsense", "nowhere/config.json", "", " "])
 def test_an_unknown_model_is_told_the_known_ones(name: str, capsys: Output) -> None:
     assert main.run(["footprint", "--model", name]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"kvtier: no model {name!r}: give deepseek-v2, v2-lite, v3, v3.2")
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("DeepSeek-V2", "deepseek-v2"),
+        ("V2", "deepseek-v2"),
+        ("deepseek-v2-lite", "v2-lite"),
+        ("deepseek-v3", "v3"),
+        ("DeepSeek-V3.2", "v3.2"),
+        ("Kimi-K2", "kimi-k2"),
+        ("GLM-5", "glm-5"),
+    ],
+)
+def test_names_in_their_makers_spelling(name: str, known: str) -> None:
+    assert geometry_of(name) is KNOWN[known]
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("Deepseek-V33", "deepseek-v3"), ("GLM5", "glm-5")])
+def test_a_misspelt_model_is_told_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=rf"did you mean {nearest}\? Else give deepseek-v2, "):
+        geometry_of(name)
 
 
 # The command
@@ -316,6 +338,9 @@ def test_json_has_every_figure_as_a_number(capsys: Output) -> None:
     assert fp8["ratio_to_gqa8"] == 656 / 4096
     assert fp8["tokens_per_gib"] == {"hbm": 27_280, "ram": 27_280, "ssd": 27_280}
     assert "stored" not in answer
+    notes = " ".join(answer["notes"])
+    for part in ("By arithmetic", "Measured", "blank where", "Tokens in a GiB of SSD", "93.3 %"):
+        assert part in notes
 
 
 @pytest.mark.parametrize("model", KNOWN)
@@ -326,7 +351,11 @@ def test_the_table_fits_a_narrow_terminal(
     assert main.run(["footprint", "--model", model]) == 0
     text = capsys.readouterr().out
     assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
     assert all(form in text for form in ("mha", "gqa8", "mla_bf16", "fp8_ds_mla", "q6"))
+    assert all(f"GiB {tier}" in text for tier in ("HBM", "RAM", "SSD"))
+    row = next(line for line in text.splitlines() if line.split()[:1] == ["q4"])
+    assert row.split()[-1] == f"{forms(model)['q4'].tokens_per_gib['ssd']:,}", "the last column"
     assert "latents of tiny-mla" in " ".join(text.split())
 
 
@@ -376,6 +405,8 @@ def test_the_two_ratios_have_nothing_in_common() -> None:
 def test_nothing_stored_is_no_ratio() -> None:
     fresh = stored_by(daemon((0, 0), ssd_written_bytes=0.0, logical_bytes=0.0))
     assert (fresh.codec_ratio, fresh.end_to_end_ratio) == (None, None)
+    warm = stored_by(daemon((60, 100), ssd_written_bytes=0.0, logical_bytes=100.0))
+    assert (warm.codec_ratio, warm.end_to_end_ratio) == (0.6, None)
     without_ssd = stored_by(daemon(ssd_written_bytes=0.0, logical_bytes=5.0))
     assert (without_ssd.codec_ratio, without_ssd.end_to_end_ratio) == (None, None)
 
