@@ -9,10 +9,10 @@ geometry attend in the absorbed form from random queries to those records; mean 
 their outputs. `encode_gbps` and `decode_gbps`: GB/s of bf16 bytes a core by CPU time, one block of
 61 layers. `encode_scaling` and `decode_scaling`: how many times as fast `threads` threads (one a
 core) are together as one alone, by the clock; `..._threads_gbps` is their rate. raw's encode copies
-nothing, so its figures mean nothing. Under each model: Kullback-Leibler divergence from the exact
-run (mean and 99th percentile over tokens), relative change of perplexity, share of tokens whose
-most likely successor stays the same. See fidelity.py. A model that is not installed is left out,
-and said how to install.
+nothing, so it has no speed: null. Under each model: Kullback-Leibler divergence from the exact run
+(mean and 99th percentile over tokens), relative change of perplexity, share of tokens whose most
+likely successor stays the same. See fidelity.py. A model that is not installed is left out, and
+said how to install.
 
 Writes codecs.json and codecs.svg (rate against divergence) to the results folder.
 
@@ -74,6 +74,7 @@ HEADS = 128
 SOFTMAX_SCALE = 0.13523  # DeepSeek-V3's, YaRN included.
 SCORE_SPREAD = 3.0
 ROUNDS = 3  # Of work a thread: its start and its end count less.
+ENCODE_SPEED = ("encode_gbps", "encode_threads_gbps", "encode_scaling")
 Figures = dict[str, Any]  # Numbers, and under a model's name more figures.
 
 
@@ -128,13 +129,13 @@ def cosine_error(before: Tensor, after: Tensor, rank: int) -> float:
 
 
 def speeds(codecs: Sequence[Codec], block: Bytes, runs: int) -> dict[str, Figures]:
-    """GB/s and scaling, medians of interleaved runs."""
+    """GB/s and scaling, medians of interleaved runs; None of an encode that copies nothing."""
     spec = v3_spec("bench/codecs")
     threads = os.cpu_count() or 1
     outs: list[Bytes] = [np.empty_like(block) for _ in range(threads)]
     samples: dict[str, list[Figures]] = {codec.name: [] for codec in codecs}
+    progress(f"speed: {runs} runs")
     for run in range(runs + 1):
-        progress(f"speed {run}/{runs}")
         for codec in codecs:
             stored = codec.encode(block, spec)
 
@@ -152,7 +153,11 @@ def speeds(codecs: Sequence[Codec], block: Bytes, runs: int) -> dict[str, Figure
                 sample[f"{name}_scaling"] = threads * one_s / all_s
             if run:  # The first run warms caches and page tables.
                 samples[codec.name].append(sample)
-    return {name: {"threads": threads, **median(found)} for name, found in samples.items()}
+    results = {name: {"threads": threads, **median(found)} for name, found in samples.items()}
+    for codec in codecs:
+        if codec.encode(block, spec) is block:
+            results[codec.name].update(dict.fromkeys(ENCODE_SPEED))
+    return results
 
 
 def median(samples: Sequence[Figures]) -> Figures:
@@ -239,13 +244,15 @@ def show(results: Mapping[str, Figures]) -> None:
     table = Table(title="codecs")
     speed = ("encode_gbps", "encode_scaling", "decode_gbps", "decode_scaling")
     columns = ("bytes_per_token_layer", "ratio", *speed, "latent_error")
-    for name in ("codec", *columns, "KL tiny_mla", "KL smollm2"):
+    for name in ("codec", *columns, "KL tiny_mla", "top-1", "KL smollm2", "top-1"):
         table.add_column(name, justify="left" if name == "codec" else "right")
     for name, figures in results.items():
-        cells = [f"{figures[column]:.4g}" for column in columns]
+        values = [figures[column] for column in columns]
+        cells = ["" if value is None else f"{value:.4g}" for value in values]
         for model in ("tiny_mla", "smollm2"):
             found = figures.get(model)
-            cells.append(f"{found['kl_mean']:.2e}" if isinstance(found, dict) else "")
+            cells.append(f"{found['kl_mean']:.1e}" if isinstance(found, dict) else "")
+            cells.append(f"{found['top1']:.4f}" if isinstance(found, dict) else "")
         table.add_row(name, *cells)
     Console().print(table)
 

@@ -101,8 +101,8 @@ class Comparison:
 def compare(model: ReferenceModel, codecs: Sequence[Codec]) -> dict[str, Comparison]:
     """Read the model's text exactly once and once through every lossy codec."""
     found = {codec.name: Comparison(model.spec(model.layers)) for codec in codecs}
-    for number, token_ids in enumerate(model.sequences):
-        progress(f"{model.name}: sequence {number + 1} of {len(model.sequences)}")
+    progress(f"{model.name}: {len(model.sequences)} sequences, each through {len(codecs)} codecs")
+    for token_ids in model.sequences:
         exact, blocks = read_exactly(model, token_ids)
         for codec in codecs:
             comparison = found[codec.name]

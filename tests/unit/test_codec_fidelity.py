@@ -18,6 +18,7 @@ from bench.codecs import (
     latents,
     plot,
     rounded,
+    show,
     speeds,
     v3_block,
     wall_seconds,
@@ -116,6 +117,17 @@ def test_speed_is_told_for_a_core_and_for_all(model: TinyMla) -> None:
     for way in ("encode", "decode"):
         assert set(figures) >= {f"{way}_gbps", f"{way}_threads_gbps", f"{way}_scaling"}
         assert all(figures[f"{way}_{what}"] > 0 for what in ("gbps", "threads_gbps", "scaling"))
+
+
+def test_an_encode_that_copies_nothing_has_no_speed(
+    model: TinyMla, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = speeds([codec_by_name("raw")], v3_block(latents(model)), runs=1)["raw"]
+    assert [figures[f"encode_{what}"] for what in ("gbps", "threads_gbps", "scaling")] == [None] * 3
+    assert figures["decode_gbps"] > 0
+    zeros = {"bytes_per_token_layer": 1152.0, "ratio": 1.0, "latent_error": 0.0}
+    show({"raw": {**figures, **zeros}})
+    assert "raw" in capsys.readouterr().out
 
 
 def test_threads_work_at_the_same_time_each_with_an_array_of_its_own() -> None:
