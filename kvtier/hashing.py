@@ -201,7 +201,7 @@ def weights_revision(paths: Iterable[Path], *, cache_dir: Path | None = None) ->
     """Digest of the weights' content: sha256 over sorted (name, content digest) pairs, in hex.
 
     Reading hundreds of gigabytes at every start would hurt, so a file's digest is remembered by
-    (path, inode, size, mtime) in `cache_dir`. An unusable cache is not an error: the file is read.
+    (path, inode, size, mtime, ctime) in `cache_dir`. An unusable cache is not an error: the file is read.
 
     Args:
         paths: The weight files (safetensors shards). Order does not matter.
@@ -230,7 +230,9 @@ def _default_cache_dir() -> Path:
 
 def _content_digest(path: Path, cache_dir: Path) -> bytes:
     status = path.stat()
-    identity = f"{path.resolve()}\n{status.st_ino}\n{status.st_size}\n{status.st_mtime_ns}\n"
+    # ctime, too: whoever writes in place may set mtime back.
+    times = f"{status.st_mtime_ns}\n{status.st_ctime_ns}"
+    identity = f"{path.resolve()}\n{status.st_ino}\n{status.st_size}\n{times}\n"
     entry = cache_dir / f"{hashlib.sha256(identity.encode()).hexdigest()}.sha256"
     try:
         cached = bytes.fromhex(entry.read_text())

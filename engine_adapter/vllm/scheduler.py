@@ -23,6 +23,7 @@ from engine_adapter.vllm.plan import Load, Plan, Report, Store
 from engine_adapter.vllm.request_identity import IdentifiedRequest, RequestIdentifier
 from engine_adapter.vllm.settings import Settings
 from kvtier.client import Client, GetResult
+from kvtier.hashing import namespace_digest, scoped, split_hashes
 from kvtier.types import MAX_BLOCKS_PER_CALL, BlockHash, Loss, NamespaceSpec, Tier
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class TakenBlock:
     """A block that kvtier took, for whoever follows blocks by their tokens.
 
     Attributes:
-        hash: Its name in kvtier and in the daemon's events.
+        hash: Its name in the daemon's events (hashing.scoped); of sharded caches, the first rank's.
         parent: The block before; None for a first block.
         token_ids: Its tokens, as many as a block has.
         lora_name: Of the request's adapter.
@@ -281,11 +282,14 @@ class SchedulerSide:
 
     def _remember(self, request: Request, hashes: Sequence[BlockHash], first: int) -> None:
         """The tokens of new blocks, until a worker says that kvtier took them."""
+        assert self._spec is not None
         size, adapter = self._settings.block_tokens, request.lora_request
+        first_rank = rank_namespace(self._spec, 0, self._geometry.shards)
+        names = split_hashes(scoped(namespace_digest(first_rank), b"".join(hashes)))
         for index in range(first, len(hashes)):
             self._untold[hashes[index]] = TakenBlock(
-                hashes[index],
-                hashes[index - 1] if index else None,
+                names[index],
+                names[index - 1] if index else None,
                 tuple(request.all_token_ids[index * size : (index + 1) * size]),
                 adapter.lora_name if adapter is not None else None,
             )

@@ -12,6 +12,7 @@ deadlines, unless the client was made with raise_errors=True. Thread-safe.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
@@ -33,6 +34,8 @@ from kvtier.errors import KvtierError
 from kvtier.hashing import canonical_spec, namespace_digest
 from kvtier.types import GROUP_BYTES, BlockHash, GroupId, Loss, MissReason, NamespaceSpec, Tier
 from kvtier.v1 import cache_pb2 as pb
+
+log = logging.getLogger(__name__)
 
 ACQUIRE_TIMEOUT_S = 0.05
 RESERVE_TIMEOUT_S = 0.1
@@ -471,7 +474,7 @@ class Client:
 
     def _keep_attached(self) -> None:
         """The session thread: attach, stay until the session is over, attach again."""
-        retry_s = RETRY_FIRST_S
+        retry_s, lost = RETRY_FIRST_S, False
         while not self._closed.is_set():
             attachment = self._dialled = Attachment(self._target)
             if self._closed.is_set():
@@ -492,7 +495,12 @@ class Client:
                 self._calls.close_breaker()
                 self._changed.notify_all()
             self._tried.set()
+            if lost:
+                log.warning("attached to the kvtier daemon at %s again", self._target)
             attachment.run()
+            lost = not self._closed.is_set()
+            if lost:
+                log.warning("lost the kvtier daemon at %s: uncached until it is back", self._target)
 
     def forget_in_child(self) -> None:
         """After a fork: this process has no session; the parent's stays the parent's."""

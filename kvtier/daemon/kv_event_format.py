@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvtier.events import AllRemoved, BlocksStored, Event
-from kvtier.hashing import scoped, split_hashes
-from kvtier.types import BlockHash, NamespaceDigest, Tier
+from kvtier.types import Tier
 
 MEDIA = {Tier.HOST: "CPU", Tier.SSD: "STORAGE"}
 """vLLM's names of our tiers."""
@@ -27,7 +26,8 @@ class BlockStored(_Event):
     """Consecutive blocks of a chain can be read from a medium.
 
     Attributes:
-        block_hashes: 32 bytes each.
+        block_hashes: 32 bytes each, as the daemon knows them: a block's hash XOR its namespace's
+            digest (hashing.scoped), so that subscribers need not tell namespaces apart.
         parent_block_hash: Of the block before the first; None for a chain's first.
         token_ids: Empty: kvtier knows hashes only.
         block_size: Tokens of a block.
@@ -77,10 +77,8 @@ def _as_vllm(event: Event) -> BlockStored | BlockRemoved | AllBlocksCleared:
     medium = MEDIA[event.tier]
     if isinstance(event, BlocksStored):
         return BlockStored(
-            block_hashes=_engine_hashes(event.namespace, event.hashes),
-            parent_block_hash=None
-            if event.parent is None
-            else scoped(event.namespace, event.parent),
+            block_hashes=event.hashes,
+            parent_block_hash=event.parent,
             token_ids=(),
             block_size=event.block_tokens,
             lora_id=None,
@@ -88,10 +86,4 @@ def _as_vllm(event: Event) -> BlockStored | BlockRemoved | AllBlocksCleared:
             lora_name=None,
             namespace=event.namespace,
         )
-    hashes = _engine_hashes(event.namespace, event.hashes)
-    return BlockRemoved(hashes, medium, event.namespace)
-
-
-def _engine_hashes(namespace: NamespaceDigest, hashes: Sequence[BlockHash]) -> tuple[bytes, ...]:
-    """As engines know them."""
-    return tuple(split_hashes(scoped(namespace, b"".join(hashes))))
+    return BlockRemoved(event.hashes, medium, event.namespace)

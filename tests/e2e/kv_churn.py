@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from kvtier.client import Client
+from kvtier.hashing import namespace_digest, scoped, split_hashes
 from kvtier.process import DaemonProcess
 from kvtier.types import BlockHash, NamespaceSpec, Tier
 from kvtier.v1 import cache_pb2 as pb
@@ -30,6 +31,16 @@ SMALL: dict[str, object] = {
 }
 SPECS = (spec_of(BLOCK_BYTES, tenant="one"), spec_of(BLOCK_BYTES, tenant="two"))
 CHAINS, BLOCKS = 120, 8
+
+
+def prompt(which: int) -> list[BlockHash]:
+    """The hashes of a prompt; each is asked for in two namespaces, as ranks or tenants do."""
+    return chain(f"{which // len(SPECS)}", BLOCKS)
+
+
+def names_of(spec: NamespaceSpec, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+    """As events name these blocks."""
+    return split_hashes(scoped(namespace_digest(spec), b"".join(hashes)))
 
 
 @contextmanager
@@ -90,8 +101,7 @@ class Churn:
 
     def _prompt(self) -> tuple[NamespaceSpec, list[BlockHash]]:
         which = int(CHAINS * self._random.random() ** 2)  # Some prompts are common.
-        at = which % len(SPECS)
-        return SPECS[at], chain(f"{at} {which}", BLOCKS)
+        return SPECS[which % len(SPECS)], prompt(which)
 
     def restart(self, *, kill: bool) -> None:
         """The daemon goes, one way or the other, and comes back."""
@@ -106,7 +116,7 @@ class Churn:
         """Have what is in RAM written, as far as the SSD tier has room."""
         for which in range(CHAINS):
             at = which % len(SPECS)
-            self._client.flush(SPECS[at], chain(f"{at} {which}", BLOCKS), timeout_s=0.0)
+            self._client.flush(SPECS[at], prompt(which), timeout_s=0.0)
             if which % 10 == 9:
                 self.settled()
 
@@ -146,13 +156,13 @@ class Churn:
                 yield f"{tiers.get(tier)} blocks in {medium}, {len(picture[medium])} told"
         for which in range(CHAINS):
             at = which % len(SPECS)
-            hashes = chain(f"{at} {which}", BLOCKS)
+            hashes = prompt(which)
             found = self._client.lookup(SPECS[at], hashes)
             told = {Tier.HOST: 0, Tier.SSD: 0}
-            for key in hashes:
-                if key in picture["CPU"]:
+            for name in names_of(SPECS[at], hashes):
+                if name in picture["CPU"]:
                     told[Tier.HOST] += 1
-                elif key in picture["STORAGE"]:
+                elif name in picture["STORAGE"]:
                     told[Tier.SSD] += 1
                 else:
                     break

@@ -489,3 +489,17 @@ def test_silence_ends_a_session(start_daemon: StartDaemon, connect: Connect) -> 
         assert child.line() is True
     lease.release()
     assert content(chain("a", 1)[0]).size == BLOCK_BYTES
+
+
+def test_an_operator_is_told_that_the_daemon_went_and_came(
+    daemon: DaemonProcess, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = connect(daemon)
+    for _ in range(2):
+        daemon.kill()
+        eventually(lambda: not client.attached, "the client has noticed")
+        daemon.start()
+        assert client.wait_attached(20.0)
+    said = [record.getMessage() for record in caplog.records if "daemon at" in record.getMessage()]
+    assert len(said) == 4
+    assert ["lost" in line for line in said] == [True, False] * 2

@@ -9,9 +9,9 @@ import pytest
 
 from kvtier.process import DaemonProcess
 from tests.e2e.conftest import Connect
-from tests.e2e.kv_churn import BLOCK_BYTES, SPECS, Churn, small_daemon
+from tests.e2e.kv_churn import BLOCK_BYTES, SPECS, Churn, names_of, prompt, small_daemon
 from tests.e2e.kv_subscriber import subscribe
-from tests.e2e.support import chain, contents, counter
+from tests.e2e.support import contents, counter
 
 
 @pytest.fixture
@@ -21,8 +21,8 @@ def churn(tmp_path: Path, _nothing_leaks: None) -> Iterator[Churn]:
 
 
 def test_every_way_in_and_out_of_a_tier(churn: Churn, tmp_path: Path) -> None:
-    client, spec, hashes = churn.client, SPECS[0], chain("0 0", 8)
-    told = [bytes(key) for key in hashes]
+    client, spec, hashes = churn.client, SPECS[0], prompt(0)
+    told = [bytes(name) for name in names_of(spec, hashes)]
     with subscribe(tmp_path) as subscriber:
         client.put(spec, None, hashes, contents(hashes, BLOCK_BYTES))
         assert client.flush(spec, hashes, timeout_s=20.0)
@@ -101,7 +101,7 @@ def test_too_late_for_a_replay(tmp_path: Path) -> None:
 
 def test_off_unless_asked_for(daemon: DaemonProcess, connect: Connect) -> None:
     client = connect(daemon)
-    client.put(SPECS[0], None, chain("0 0", 4), contents(chain("0 0", 4), BLOCK_BYTES))
+    client.put(SPECS[0], None, prompt(0)[:4], contents(prompt(0)[:4], BLOCK_BYTES))
     assert counter(client, "kv_event_batches") == 0
     maps = Path(f"/proc/{daemon.pid}/maps").read_text()
     assert "zmq" not in maps

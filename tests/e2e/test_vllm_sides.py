@@ -10,6 +10,7 @@ import pytest
 from engine_adapter.namespaces import rank_namespace
 from engine_adapter.vllm.settings import Settings
 from kvtier.client import Client
+from kvtier.hashing import namespace_digest, scoped, split_hashes
 from kvtier.process import DaemonProcess
 from kvtier.types import Loss, MissReason, NamespaceSpec, Tier
 from tests.e2e.conftest import Connect, StartDaemon, daemons
@@ -610,8 +611,10 @@ def test_tokens_of_blocks_are_told_once_kvtier_has_them(
         assert client.wait_attached(PATIENCE_S)
         engine.decode(first, 56)
         told = engine.scheduler.take_taken()
-        assert [block.hash for block in told] == engine.hashes(first)
-        assert [block.parent for block in told] == [None, *engine.hashes(first)[:-1]]
+        packed = b"".join(engine.hashes(first))
+        names = split_hashes(scoped(namespace_digest(engine.spec), packed))
+        assert [block.hash for block in told] == names
+        assert [block.parent for block in told] == [None, *names[:-1]]
         tokens = [token for block in told for token in block.token_ids]
         assert tokens == first.all_token_ids
         assert not engine.scheduler.take_taken()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvtier.events import AllRemoved, BlocksRemoved, BlocksStored, Event
-from kvtier.hashing import scoped
 from kvtier.types import BlockHash, NamespaceDigest, Tier
 
 
@@ -13,13 +12,6 @@ def key(number: int) -> BlockHash:
 
 
 NAMESPACE = NamespaceDigest(b"n" * 32)
-
-
-def name(number: int) -> BlockHash:
-    """What the store calls that block."""
-    return BlockHash(scoped(NAMESPACE, key(number)))
-
-
 WALL_S = 1.5
 
 _HEAD, _TAIL = b"\x93\xcb\x3f\xf8" + bytes(6), b"\xc0"
@@ -35,7 +27,7 @@ GOLDEN: dict[str, tuple[list[Event], bytes]] = {
     "heartbeat": ([], _HEAD + b"\x90" + _TAIL),
     "cleared": ([AllRemoved()], _HEAD + b"\x91\x81\xa4type\xb0AllBlocksCleared" + _TAIL),
     "first blocks in RAM": (
-        [BlocksStored(Tier.HOST, NAMESPACE, 64, None, (name(1), name(2)))],
+        [BlocksStored(Tier.HOST, NAMESPACE, 64, None, (key(1), key(2)))],
         _HEAD
         + b"\x91\x89"
         + _STORED
@@ -46,7 +38,7 @@ GOLDEN: dict[str, tuple[list[Event], bytes]] = {
         + _TAIL,
     ),
     "a later block on SSD": (
-        [BlocksStored(Tier.SSD, NAMESPACE, 16, name(2), (name(3),))],
+        [BlocksStored(Tier.SSD, NAMESPACE, 16, key(2), (key(3),))],
         _HEAD
         + b"\x91\x89"
         + _STORED
@@ -58,7 +50,7 @@ GOLDEN: dict[str, tuple[list[Event], bytes]] = {
         + _TAIL,
     ),
     "removed": (
-        [BlocksRemoved(Tier.SSD, NAMESPACE, (name(3),))],
+        [BlocksRemoved(Tier.SSD, NAMESPACE, (key(3),))],
         _HEAD
         + b"\x91\x84\xa4type\xacBlockRemoved\xacblock_hashes"
         + (b"\x91" + _bin(3))

@@ -205,6 +205,16 @@ class TestWeightsRevision:
         shards[0].write_bytes(b"other")
         assert weights_revision(shards, cache_dir=cache) != before
 
+    def test_a_file_changed_in_place_with_its_old_time_is_read_again(self, tmp_path: Path) -> None:
+        shards, cache = self._files(tmp_path), tmp_path / "cache"
+        before = weights_revision(shards, cache_dir=cache)
+        status = shards[0].stat()
+        with shards[0].open("r+b") as file:
+            file.write(b"other")
+        os.utime(shards[0], ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert shards[0].stat().st_size == status.st_size
+        assert weights_revision(shards, cache_dir=cache) != before
+
     def test_an_unusable_cache_only_costs_time(self, tmp_path: Path) -> None:
         shards, cache = self._files(tmp_path), tmp_path / "cache"
         before = weights_revision(shards, cache_dir=cache)

@@ -23,7 +23,6 @@ from kvtier.daemon.kv_events import KvEventPublisher, RecentBatches
 from kvtier.errors import AddressInUse, ConfigError
 from kvtier.events import ResidencyEvents
 from kvtier.extents import Extent
-from kvtier.hashing import scoped
 from kvtier.index import Block, BlockIndex, HostCopy, HostState
 from kvtier.metrics import Counters
 from kvtier.types import BlockHash, Loss, Tier
@@ -35,7 +34,7 @@ SPEC = spec_of(4096)
 
 
 def key(number: int) -> BlockHash:
-    """The hash of a block of Source's, as an engine knows it."""
+    """The name of a block of Source's."""
     return BlockHash(number.to_bytes(32, "big"))
 
 
@@ -79,9 +78,8 @@ class Source:
             publisher._publish(self.events.take(300))
 
     def _block(self, number: int) -> Block:
-        name = BlockHash(scoped(self.namespace.digest, key(number)))
-        known = self.namespace.blocks.get(name)
-        return known or self.index.add(self.namespace, name, None, 0)
+        known = self.namespace.blocks.get(key(number))
+        return known or self.index.add(self.namespace, key(number), None, 0)
 
     @asynccontextmanager
     async def published(self) -> AsyncIterator[KvEventPublisher]:
