@@ -201,7 +201,8 @@ def weights_revision(paths: Iterable[Path], *, cache_dir: Path | None = None) ->
     """Digest of the weights' content: sha256 over sorted (name, content digest) pairs, in hex.
 
     Reading hundreds of gigabytes at every start would hurt, so a file's digest is remembered by
-    (path, inode, size, mtime, ctime) in `cache_dir`. An unusable cache is not an error: the file is read.
+    (path, inode, size, mtime, ctime) in `cache_dir`. An unusable cache is not an error: the file is
+    read.
 
     Args:
         paths: The weight files (safetensors shards). Order does not matter.
