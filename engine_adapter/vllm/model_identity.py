@@ -6,6 +6,7 @@ model is not cached (Unidentified) or kvtier is the wrong choice for it (ConfigE
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.transformers_utils.config import get_config
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -36,6 +38,11 @@ from kvtier.types import Component, NamespaceSpec, RopeSpec
 
 _FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "runai_streamer")
 """Values of --load-format that load the checkpoint's safetensors, unchanged."""
+
+_NOT_COMPUTED = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
+"""Keys of a resolved configuration that say where it is from; the dtype is in the component."""
+
+_LENGTH_DEPENDENT_ROPE = "longrope"
 
 
 def cache_geometry(
@@ -73,6 +80,12 @@ def cache_geometry(
             f"block_tokens {block_tokens} is not a multiple of vLLM's block size"
             f' {spec.block_size}: set "block_tokens": {fitting} in kv_connector_extra_config'
         )
+    longest = vllm_config.model_config.max_model_len
+    if block_tokens > longest:
+        raise ConfigError(
+            f"block_tokens {block_tokens} is more than --max-model-len {longest}: no request would"
+            ' ever fill a block; set a smaller "block_tokens" in kv_connector_extra_config'
+        )
     return Geometry(
         layers=tuple(sorted(group.layer_names, key=_layer_order)),
         page_tokens=spec.block_size,
@@ -108,7 +121,7 @@ def model_namespace(
     fields = Fields(values, str(checkpoint / "config.json"))
     local = Path(model.model).is_dir()
     name = checkpoint_name(fields, checkpoint) if local else model.model
-    revision = _with_variation(revision, _variation(vllm_config))
+    revision = _with_variation(revision, _variation(vllm_config, checkpoint))
     component = _component(vllm_config, cache_config, geometry, settings.block_tokens)
     if geometry.replicated:
         rope = _mla_rope(model, fields)
@@ -145,19 +158,96 @@ def _checkpoint_dir(vllm_config: VllmConfig) -> Path:
         raise Unidentified(f"{model.model} is no directory and no snapshot: {error}") from error
 
 
-def _variation(vllm_config: VllmConfig) -> dict[str, object]:
-    """What vLLM was told that changes what it computes from the same checkpoint."""
+def _variation(vllm_config: VllmConfig, checkpoint: Path) -> dict[str, object]:
+    """What vLLM was told that changes what it computes from the same checkpoint.
+
+    Empty where vLLM computes what config.json says: then blocks are shared with other engines.
+    """
     model = vllm_config.model_config
     variation: dict[str, object] = {}
     if model.hf_overrides:
         if not isinstance(model.hf_overrides, Mapping):
             raise Unidentified("hf_overrides is code")
         variation["hf_overrides"] = dict(model.hf_overrides)
+    served = _computed(model.hf_config.to_dict())
+    if served != _computed(_config_of(checkpoint, model)):
+        variation["config"] = served
     if model.quantization is not None:
-        variation["quantization"] = model.quantization
+        told = model.quantization_config
+        if told is not None and not isinstance(told, Mapping):
+            told = dataclasses.asdict(told)
+        # The checkpoint's own may be in a file beside config.json.
+        variation["quantization"] = [model.quantization, told, served.get("quantization_config")]
     if vllm_config.speculative_config is not None:
         variation["speculative"] = _drafter(vllm_config)
-    return variation
+    rope = served.get("rope_parameters"), model.hf_text_config.to_dict().get("rope_parameters")
+    if _LENGTH_DEPENDENT_ROPE in _strings(rope):
+        # vLLM takes the long or the short factors for all requests, by this.
+        variation["max_model_len"] = model.max_model_len
+    return variation | _other_options(vllm_config)
+
+
+def _other_options(vllm_config: VllmConfig) -> dict[str, object]:
+    """Options that are in no config.json, where they are not as they are by default."""
+    model, lora, media = (
+        vllm_config.model_config,
+        vllm_config.lora_config,
+        vllm_config.model_config.multimodal_config,
+    )
+    options: dict[str, tuple[object, object]] = {
+        "model_impl": (model.model_impl, "auto"),
+        "model_class_overrides": (model.model_class_overrides, {}),
+        "disable_sliding_window": (model.disable_sliding_window, False),
+        "skip_layers": (vllm_config.cache_config.kv_cache_dtype_skip_layers, []),
+    }
+    if lora is not None:
+        options |= {
+            "lora_dtype": (lora.lora_dtype, model.dtype),
+            "lora_target_modules": (lora.target_modules, None),
+            "lora_tower": (lora.enable_tower_connector_lora, False),
+            "lora_moe_shared": (lora.enable_moe_shared_loras, False),
+            "lora_moe_mixed": (lora.enable_mixed_moe_lora_format, False),
+        }
+    if media is not None:
+        options |= {
+            "mm_processor_kwargs": (media.mm_processor_kwargs or None, None),
+            "mm_encoder_attn_dtype": (media.mm_encoder_attn_dtype, None),
+            "video_pruning": (
+                [media.video_pruning_rate or 0.0, media.video_pruning_method],
+                [0.0, media.video_pruning_method],
+            ),
+        }
+    return {name: value for name, (value, usual) in options.items() if value != usual}
+
+
+def _config_of(checkpoint: Path, model: ModelConfig) -> dict[str, object]:
+    """What vLLM makes of the checkpoint's config.json, if it is told nothing else."""
+    try:
+        config = get_config(checkpoint, model.trust_remote_code, config_format="hf")
+    except (OSError, ValueError) as error:
+        raise Unidentified(f"vLLM can't read its config.json: {error}") from error
+    values: dict[str, object] = config.to_dict()
+    return values
+
+
+def _computed(config: Mapping[str, object]) -> dict[str, object]:
+    """A model's configuration without the keys that say where it is from, or that are elsewhere."""
+    return {
+        key: _computed(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in _NOT_COMPUTED
+    }
+
+
+def _strings(value: object) -> set[str]:
+    """All texts in a value of JSON, without keys."""
+    if isinstance(value, str):
+        return {value}
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if not isinstance(value, (list, tuple)):
+        return set()
+    return {text for item in value for text in _strings(item)}
 
 
 def _drafter(vllm_config: VllmConfig) -> object:
@@ -178,10 +268,17 @@ def _with_variation(revision: str, variation: Mapping[str, object]) -> str:
     if not variation:
         return revision
     try:
-        text = json.dumps(variation, sort_keys=True)
+        text = json.dumps(variation, sort_keys=True, default=_dtype_name)
     except TypeError as error:
         raise Unidentified(f"its configuration has values that are code: {error}") from error
     return hashlib.sha256(f"kvtier.vllm.variation.v1\n{revision}\n{text}".encode()).hexdigest()
+
+
+def _dtype_name(value: object) -> str:
+    """For JSON, of the one kind of value in configurations that has no form there."""
+    if isinstance(value, torch.dtype):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
 def _component(

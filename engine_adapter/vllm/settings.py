@@ -15,6 +15,9 @@ from kvtier.addresses import parse_address
 from kvtier.errors import ConfigError
 from kvtier.types import DEFAULT_BLOCK_TOKENS, Loss
 
+MAX_TENANT_BYTES = 256
+"""In UTF-8; a tenant is a name, and it travels with every namespace."""
+
 _LOSSES = {"exact": Loss.EXACT, "bounded": Loss.BOUNDED}
 
 
@@ -28,7 +31,7 @@ class Settings:
         store_decode: Store blocks of answers as well, not of prompts only.
         async_load: Load between steps, while other requests go on. Better where loads take long
             and many requests run; on a small machine vLLM spins through empty steps meanwhile.
-        tenant: Blocks are shared only within a tenant.
+        tenant: Blocks are shared only within a tenant; at most MAX_TENANT_BYTES.
         allowed_loss: Whether blocks may come back from, and go into, lossy stored forms.
         kv_events: Tell the tokens of every block that kvtier took, among vLLM's own KV events
             (--kv-events-config). The daemon's events name blocks by hash only.
@@ -64,7 +67,7 @@ def read_settings(values: Mapping[str, object]) -> Settings:
         block_tokens=_positive(values, "block_tokens", default.block_tokens),
         store_decode=_flag(values, "store_decode", default.store_decode),
         async_load=_flag(values, "async_load", default.async_load),
-        tenant=_optional_text(values, "tenant") or "",
+        tenant=_tenant(values),
         allowed_loss=_loss(values, "allowed_loss"),
         kv_events=_flag(values, "kv_events", default.kv_events),
     )
@@ -82,6 +85,18 @@ def _optional_text(values: Mapping[str, object], key: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise _fail(key, "text", value)
     return value
+
+
+def _tenant(values: Mapping[str, object]) -> str:
+    tenant = _optional_text(values, "tenant") or ""
+    try:
+        size_bytes = len(tenant.encode())
+    except UnicodeEncodeError as error:
+        raise _fail("tenant", "text that UTF-8 can encode", tenant) from error
+    if size_bytes > MAX_TENANT_BYTES:
+        found = f"{size_bytes} bytes"
+        raise _fail("tenant", f"at most {MAX_TENANT_BYTES} bytes in UTF-8", found)
+    return tenant
 
 
 def _positive(values: Mapping[str, object], key: str, default: int) -> int:

@@ -121,6 +121,76 @@ def test_whatever_changes_the_bytes_changes_the_name(tiny: Any, copy: Path) -> N
     assert len(digests) == len(specs), specs
 
 
+def served_as(checkpoint: Path, **options: Any) -> Any:
+    """tiny-mla with the config.json of another directory."""
+    return config_of(TINY_MLA, hf_config_path=str(checkpoint), **options)
+
+
+def test_what_vllm_is_told_beside_the_checkpoint_changes_the_name(tiny: Any, copy: Path) -> None:
+    fp8, other = {"linear": "fp8_per_tensor"}, {"linear": "fp8_per_block"}
+    online = {"dtype": "bfloat16", "quantization": "online"}
+    lora = {"enable_lora": True, "max_lora_rank": 8}
+    specs = {
+        "as it is": named(tiny, mla()),
+        "quantized": named(config_of(TINY_MLA, **online, quantization_config=fp8), mla()),
+        "otherwise": named(config_of(TINY_MLA, **online, quantization_config=other), mla()),
+        "but for some": named(
+            config_of(TINY_MLA, **online, quantization_config={**fp8, "ignore": ["*.0.*"]}), mla()
+        ),
+        "modules": named(config_of(TINY_MLA, **lora, lora_target_modules=["q_proj"]), mla()),
+        "adapter dtype": named(config_of(TINY_MLA, **lora, lora_dtype="bfloat16"), mla()),
+        "implementation": named(config_of(TINY_MLA, model_impl="transformers"), mla()),
+    }
+    edit(copy, rms_norm_eps=1e-3)
+    specs["another config.json"] = named(served_as(copy), mla())
+    edit(copy, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    specs["and other rope"] = named(served_as(copy), mla())
+    digests = {namespace_digest(spec) for spec in specs.values()}
+    assert len(digests) == len(specs), specs
+
+
+def test_an_equal_config_json_elsewhere_and_lora_as_usual_change_nothing(
+    tiny: Any, copy: Path
+) -> None:
+    assert named(served_as(copy), mla()) == named(tiny, mla())
+    lora = config_of(TINY_MLA, enable_lora=True, max_lora_rank=16, max_loras=2)
+    assert named(lora, mla()) == named(tiny, mla())
+
+
+def test_the_longest_request_counts_where_rope_depends_on_it(copy: Path) -> None:
+    """longrope: vLLM takes the long factors for every request as soon as one may need them."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 512,
+        "factor": 8.0,
+        "short_factor": [1.0] * 32,
+        "long_factor": [4.0] * 32,
+    }
+    llama = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 4,
+        "intermediate_size": 512,
+        "vocab_size": 2048,
+        "max_position_embeddings": 4096,
+        "head_dim": 64,
+    }
+    config = copy / "config.json"
+
+    def specs() -> set[bytes]:
+        lengths = (config_of(copy, max_model_len=tokens) for tokens in (512, 1024))
+        return {namespace_digest(named(of_length, gqa())) for of_length in lengths}
+
+    config.write_text(json.dumps({**llama, "rope_parameters": rope}))
+    assert len(specs()) == 2
+    config.write_text(json.dumps(llama))
+    assert len(specs()) == 1
+
+
 def test_where_a_checkpoint_lies_does_not_matter(tiny: Any, copy: Path) -> None:
     assert named(config_of(copy), mla()) == named(tiny, mla())
 
@@ -150,6 +220,12 @@ def test_blocks_that_do_not_divide_are_refused_with_the_fix(tiny: Any) -> None:
     with pytest.raises(ConfigError, match='set "block_tokens": 80'):
         cache_geometry(tiny, mla(), 70)
     assert cache_geometry(tiny, gqa(block_size=128), 256).pages_per_block == 2
+
+
+def test_blocks_that_no_request_fills_are_refused(tiny: Any) -> None:
+    assert cache_geometry(tiny, mla(), 1024).pages_per_block == 64
+    with pytest.raises(ConfigError, match="more than --max-model-len 1024"):
+        cache_geometry(tiny, mla(), 1024 + 16)
 
 
 def test_caches_that_kvtier_can_not_keep_stop_the_start(tiny: Any) -> None:

@@ -55,6 +55,9 @@ def test_a_misspelt_key_is_answered_with_the_nearest(key: str, near: str) -> Non
         ("store_decode", "yes"),
         ("async_load", 1),
         ("tenant", ["red"]),
+        ("tenant", "r" * 257),
+        ("tenant", "é" * 129),
+        ("tenant", "\ud800"),
         ("allowed_loss", "some"),
         ("allowed_loss", 1),
         ("kv_events", "on"),
@@ -64,6 +67,10 @@ def test_a_wrong_value_is_refused(key: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         read_settings({key: value})
     assert key in str(caught.value) or str(value) in str(caught.value)
+
+
+def test_the_longest_tenant() -> None:
+    assert read_settings({"tenant": "é" * 128}).tenant == "é" * 128
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.1rc1"])
