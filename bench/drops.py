@@ -112,7 +112,7 @@ def measure(directory: Path, blocks: int) -> dict[str, float]:
                 if left <= stored - blocks:
                     reaped_s = time.perf_counter() - started_s
                     break
-        dropped = drop.result()
+        dropped = drop.result().num_blocks
     if dropped != blocks:
         raise SystemExit(f"{dropped} of {blocks} blocks were dropped")
     return {

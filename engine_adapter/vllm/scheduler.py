@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 LOOKUP_AGE_S = 1.0
 """How long the answer about a request that waits is good for: vLLM asks again in every step."""
 
+DROP_AGAIN_S = 1.0
+"""Between tries to drop a namespace that the daemon has not confirmed to be dropped."""
+
 UNTOLD_BLOCKS = 1 << 16
 """Blocks on their way to kvtier whose tokens are remembered, for events."""
 
@@ -166,6 +169,8 @@ class SchedulerSide:
         self._step = 0
         self._failures_known = 0
         self._loss = Loss.EXACT
+        self._undropped: list[NamespaceSpec] = []
+        self._drop_again_s = 0.0
         self._untold: OrderedDict[BlockHash, TakenBlock] = OrderedDict()
         self._told: list[TakenBlock] = []
         self.counts = Counts()
@@ -239,6 +244,7 @@ class SchedulerSide:
         """
         self._step += 1
         self._pages_of = pages_of
+        self._drop_again()
         loads, self._planned = self._planned, []
         return Plan(
             step=self._step,
@@ -352,17 +358,42 @@ class SchedulerSide:
 
         The namespace may be other engines', whose weights have not changed. It is dropped, and
         this engine goes on in one of its own, since nobody can tell what its weights are now.
+
+        Returns:
+            Whether the daemon confirmed the drop. If not, it is repeated from step to step; until
+            it is confirmed, other engines may hit what was stored before.
         """
         if self._spec is None:
             return True
         for rank in range(self._geometry.shards):
-            self._client.drop_namespace(rank_namespace(self._spec, rank, self._geometry.shards))
+            self._undropped.append(rank_namespace(self._spec, rank, self._geometry.shards))
+        self._drop_now()
         revision = f"{self._spec.weights_revision.partition('+')[0]}+reset-{secrets.token_hex(16)}"
         self._spec = dataclasses.replace(self._spec, weights_revision=revision)
         # Requests that still run hold pages of the old weights.
         self._requests.clear()
         log.info("cache reset: kvtier namespace moved on to revision %s", revision)
-        return True
+        if self._undropped:
+            log.warning(
+                "cache reset: kvtier's daemon has not confirmed that the old blocks are dropped;"
+                " that is tried again until it does"
+            )
+        return not self._undropped
+
+    def _drop_again(self) -> None:
+        """What reset() could not, at most once in DROP_AGAIN_S."""
+        if not self._undropped or not self._client.attached:
+            return
+        if time.monotonic() >= self._drop_again_s:
+            self._drop_now()
+            if not self._undropped:
+                log.info("cache reset: the old blocks are dropped")
+
+    def _drop_now(self) -> None:
+        self._undropped = [
+            spec for spec in self._undropped if not self._client.drop_namespace(spec).confirmed
+        ]
+        self._drop_again_s = time.monotonic() + DROP_AGAIN_S
 
     # Parts
 
@@ -381,6 +412,7 @@ class SchedulerSide:
     def _look_up(self, cached: CachedRequest, blocks: int) -> GetResult:
         """The longest prefix that every rank has."""
         assert self._spec is not None
+        self._drop_again()
         hashes = cached.chain.upto(cached.request.all_token_ids, blocks)
         found = []
         for rank in range(self._geometry.shards):

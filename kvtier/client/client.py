@@ -64,6 +64,20 @@ class GetResult:
     loss: Loss = Loss.EXACT
 
 
+@dataclass(frozen=True, slots=True)
+class DropResult:
+    """Answer to drop_namespace().
+
+    Attributes:
+        num_blocks: How many there were.
+        confirmed: The daemon said that they are gone, for good. Without that some may be hit again:
+            repeat the call.
+    """
+
+    num_blocks: int
+    confirmed: bool
+
+
 class Client:
     """A process's connection to the daemon. Attaches by itself, now and whenever it must again."""
 
@@ -414,13 +428,13 @@ class Client:
 
     def drop(self, spec: NamespaceSpec, hashes: Sequence[BlockHash]) -> int:
         """Take blocks out of all tiers; how many had a copy."""
-        return self._drop(spec, join_hashes(hashes), whole_namespace=False)
+        return self._drop(spec, join_hashes(hashes), whole_namespace=False).num_blocks
 
-    def drop_namespace(self, spec: NamespaceSpec) -> int:
-        """Nothing stored in this namespace before is ever hit again; how many blocks that is."""
+    def drop_namespace(self, spec: NamespaceSpec) -> DropResult:
+        """Nothing stored in this namespace before is ever hit again, if that is confirmed."""
         return self._drop(spec, b"", whole_namespace=True)
 
-    def _drop(self, spec: NamespaceSpec, hashes: bytes, *, whole_namespace: bool) -> int:
+    def _drop(self, spec: NamespaceSpec, hashes: bytes, *, whole_namespace: bool) -> DropResult:
         with self._calls.failing_open():
             attachment, digest = self._namespace(spec)
             request = pb.DropRequest(
@@ -430,8 +444,8 @@ class Client:
                 whole_namespace=whole_namespace,
             )
             answer = self._calls.call(attachment, attachment.stub.Drop, request, 5 * CALL_TIMEOUT_S)
-            return int(answer.dropped_blocks)
-        return 0
+            return DropResult(answer.dropped_blocks, confirmed=True)
+        return DropResult(0, confirmed=False)
 
     def stats(self) -> pb.StatsResponse:
         """The daemon's counters; empty if it can't be asked."""

@@ -525,6 +525,41 @@ def test_a_reset_hits_nothing_older(
     assert engine.prefill(request_of("d", 200)) == 0
 
 
+@pytest.mark.parametrize("by", ["step", "lookup"])
+def test_a_reset_without_the_daemon_is_repeated(
+    start_daemon: StartDaemon, connect: Connect, make_engine: MakeEngine, by: str
+) -> None:
+    """The weights changed while the daemon was away; its SSD still has what they computed."""
+    daemon = start_daemon()
+    with Client(daemon.address, acquire_timeout_s=5.0) as client:
+        engine = make_engine(client)
+        first = request_of("a", 200)
+        engine.prefill(first)
+        has_blocks(client, engine, first, 3)
+        old, hashes = engine.spec, engine.hashes(first)
+        assert all(client.flush(old, hashes, timeout_s=20.0))
+        daemon.kill()
+        eventually(lambda: not client.attached, "the daemon's death is known")
+        assert not engine.scheduler.reset(), "nobody confirmed it"
+        engine.step({})
+        daemon.start()
+        assert client.wait_attached(PATIENCE_S)
+        other = connect(daemon)
+        assert other.lookup(old, hashes).num_blocks == 3, "they came back"
+        numbers = iter(range(1000))
+
+        def dropped() -> bool:
+            if by == "step":
+                engine.step({})
+            else:
+                engine.scheduler.matched_tokens(request_of(f"new {next(numbers)}", 200), 0)
+            return other.lookup(old, hashes).num_blocks == 0
+
+        eventually(dropped, "the drop is repeated")
+        assert engine.scheduler.reset()
+        engine.close()
+
+
 def test_roles(daemon: DaemonProcess, connect: Connect, make_engine: MakeEngine) -> None:
     client = connect(daemon)
     producer = make_engine(client, loads=False)
