@@ -501,7 +501,7 @@ def test_reads_in_flight(start_daemon: StartDaemon, connect: Connect, faults: Fa
         assert lease.num_blocks == 1
     with faults.broken(Fault("preadv", "hang")):
         lease = client.acquire(SPEC, hashes)
-        eventually(lambda: faults.hanging() == 8, "eight at once")
+        eventually(lambda: faults.hanging() == 9, "eight at once, and one more of raw blocks")
     with lease:
         assert lease.num_blocks == 64
     eventually(lambda: get_checked(client, SPEC, hashes) == 64, "all of them come")
