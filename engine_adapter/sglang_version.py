@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from engine_adapter.hicache.arguments import (
+    COMPUTING,
+    CONTENTS,
+    IDENTIFYING,
+    NEVER_HASHED,
+    WEIGHTS_FROM_FILES,
+)
 from engine_adapter.hicache.identity import EngineFacts
 from kvtier.errors import ConfigError
 
@@ -19,17 +27,6 @@ TESTED = "0.5.23"
 be hits of another's (user report 4)."""
 TOO_NEW = "0.6"
 """HiCache's interface moves with every release; 0.5.x after the tested one is let through."""
-
-COMPUTING_ARGUMENTS = (
-    "dtype",
-    "json_model_override_args",
-    "kv_cache_dtype",
-    "model_impl",
-    "modelopt_quant",
-    "quantization",
-    "quantization_param_path",
-)
-"""ServerArgs that change what a model computes from equal weights."""
 
 
 def check_version(found: str) -> None:
@@ -74,24 +71,54 @@ def engine_facts() -> EngineFacts | None:
 def facts_of(arguments: Mapping[str, Any]) -> EngineFacts:
     """What resolved ServerArgs say of the model.
 
+    Args:
+        arguments: All of them. Those that hicache.arguments does not know count as ones that change
+            pages.
+
     Raises:
-        ConfigError: one of the settings is not there.
+        ConfigError: a setting that matters is not there.
     """
-    try:
-        return EngineFacts(
-            model_path=arguments["model_path"],
-            revision=arguments["revision"],
-            load_format=str(arguments["load_format"]),
-            arguments={name: str(arguments[name]) for name in COMPUTING_ARGUMENTS},
-            draft_model_path=arguments["speculative_draft_model_path"],
-            draft_revision=arguments["speculative_draft_model_revision"],
-            lora_paths=tuple(str(lora["lora_path"]) for lora in arguments["lora_paths"] or ()),
-        )
-    except KeyError as error:
+    missing = COMPUTING.union(IDENTIFYING, CONTENTS, WEIGHTS_FROM_FILES).difference(arguments)
+    if missing:
         raise ConfigError(
-            f"kvtier: this SGLang has no setting {error}, so what it computes can't be told apart; "
-            f"sglang {TESTED} is tested"
-        ) from error
+            f"kvtier: this SGLang has no setting {', '.join(sorted(missing))}, so what it computes "
+            f"can't be told apart; sglang {TESTED} is tested"
+        )
+    adapters = [str(lora["lora_path"]) for lora in arguments["lora_paths"] or ()]
+    if arguments["uno_lora_path"] is not None:
+        adapters.append(arguments["uno_lora_path"])
+    load_format = _text(arguments["load_format"])
+    draft_format = arguments["speculative_draft_load_format"]
+    return EngineFacts(
+        model_path=arguments["model_path"],
+        revision=arguments["revision"],
+        download_dir=arguments["download_dir"],
+        load_format=load_format,
+        elsewhere=tuple(
+            f"{name}={_text(arguments[name])}"
+            for name, from_files in WEIGHTS_FROM_FILES.items()
+            if _text(arguments[name]) != from_files
+        ),
+        arguments={
+            name: _text(value) for name, value in arguments.items() if name not in NEVER_HASHED
+        },
+        contents={name: str(arguments[name]) for name in CONTENTS if arguments[name]},
+        draft_model_path=arguments["speculative_draft_model_path"],
+        draft_revision=arguments["speculative_draft_model_revision"],
+        draft_load_format=load_format if draft_format is None else _text(draft_format),
+        lora_paths=tuple(adapters),
+    )
+
+
+def _text(value: object) -> str:
+    """Equal for equal settings, in every process: a set's own order differs between them."""
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, dict):
+        return str(sorted((_text(key), _text(item)) for key, item in value.items()))
+    if isinstance(value, set | frozenset):
+        return str(sorted(_text(item) for item in value))
+    return str(value)
 
 
 def weights_in_use() -> tuple[Any, ...]:

@@ -11,14 +11,40 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.errors import ConfigError
 from kvtier.hashing import weights_revision
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-CONFIG_FILES = ("config.json", "hf_quant_config.json", "adapter_config.json", "params.json")
+FILE_FORMATS = (
+    "auto",
+    "bitsandbytes",
+    "fastsafetensors",
+    "gguf",
+    "instanttensor",
+    "layered",
+    "mistral",
+    "pt",
+    "safetensors",
+)
+"""SGLang's load formats that read the weights from the checkpoint's own files, and only from them.
+Others make them up, fetch them from elsewhere, or prefer a copy that an earlier start has left."""
+CONFIG_PATTERNS = ("*.json", "*.py")
+"""How the weights are computed with: the config, what a quantizer left, the checkpoint's code."""
+TEXT_FILES = frozenset(
+    {
+        "added_tokens.json",
+        "chat_template.json",
+        "generation_config.json",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "vocab.json",
+    }
+)
+"""What makes tokens of texts or samples them: a page hash has the tokens."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -29,20 +55,28 @@ class EngineFacts:
     Attributes:
         model_path: A directory, a file, or a name on a hub.
         revision: Of a name on a hub; None for the default branch.
-        load_format: How the weights are read; "dummy" ones come from no file.
+        download_dir: Where a name on a hub is kept, if not in the hub's cache.
+        load_format: How the weights are read; FILE_FORMATS come from model_path.
+        elsewhere: Settings, "name=value", by which weights do not come from model_path.
         arguments: Settings that change what the model computes, by name.
+        contents: Files or directories that do, by the setting's name.
         draft_model_path: Of a model for speculative decoding, if any; its pages lie in the same
             pools.
         draft_revision: As revision.
+        draft_load_format: As load_format.
         lora_paths: Adapters that the engine was started with.
     """
 
     model_path: str
     revision: str | None = None
+    download_dir: str | None = None
     load_format: str = "auto"
-    arguments: Mapping[str, str] | None = None
+    elsewhere: tuple[str, ...] = ()
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    contents: Mapping[str, str] = field(default_factory=dict)
     draft_model_path: str | None = None
     draft_revision: str | None = None
+    draft_load_format: str = "auto"
     lora_paths: tuple[str, ...] = ()
 
 
@@ -59,7 +93,7 @@ def computation_digest(
         named_revision: The operator's word on which weights these are: nothing is read.
 
     Raises:
-        ConfigError: the weights or an adapter can't be identified.
+        ConfigError: the weights, an adapter or a file that a setting names can't be identified.
         OSError: a file can't be read.
     """
     parts: dict[str, object] = {}
@@ -72,22 +106,62 @@ def computation_digest(
             "kvtier: which weights SGLang computes with is unknown, so nothing can be cached: put "
             '"model_path" (the checkpoint) or "weights_revision" into the extra config'
         )
-    elif facts.load_format == "dummy":
-        raise ConfigError(
-            "kvtier: dummy weights come from no file: name them by "
-            '"weights_revision" in the extra config'
-        )
     else:
+        _refuse_other_sources(facts, facts.model_path, facts.load_format, facts.elsewhere)
         parts["weights"] = checkpoint_revision(facts.model_path, facts.revision)
     if facts is not None:
-        parts["arguments"] = dict(facts.arguments or {})
+        parts["arguments"] = dict(facts.arguments)
+        parts["contents"] = {name: _content(name, path) for name, path in facts.contents.items()}
         # The id of an adapter that SGLang starts with is made of its name and path: other weights
         # at the same path would hit (user report 1). Later ones have random ids.
         parts["adapters"] = [checkpoint_revision(path, None) for path in facts.lora_paths]
         if facts.draft_model_path is not None:
-            parts["draft"] = checkpoint_revision(facts.draft_model_path, facts.draft_revision)
+            parts["draft"] = _draft_revision(facts, facts.draft_model_path, named_revision)
     encoded = json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()
     return hashlib.sha256(b"kvtier.sglang.model.v1\n" + encoded).hexdigest()
+
+
+def _refuse_other_sources(
+    facts: EngineFacts, path: str, load_format: str, elsewhere: tuple[str, ...]
+) -> None:
+    """Refuse weights that are not those of a checkpoint's files."""
+    if load_format not in FILE_FORMATS:
+        elsewhere += (f"load format {load_format!r}",)
+    if facts.download_dir and not Path(path).exists():
+        elsewhere += (f"download_dir={facts.download_dir}",)
+    if elsewhere:
+        raise ConfigError(
+            f"kvtier: with {', '.join(elsewhere)} the weights may be others than those of the "
+            f'files of {path!r}, so they can\'t be identified: name them by "weights_revision" in '
+            f"the extra config, or load a directory in one of the formats {', '.join(FILE_FORMATS)}"
+        )
+
+
+def _draft_revision(facts: EngineFacts, path: str, named_revision: str | None) -> str:
+    """Names the draft model; where its files do not, the operator's word is for both models."""
+    try:
+        _refuse_other_sources(facts, path, facts.draft_load_format, ())
+    except ConfigError:
+        if named_revision is None:
+            raise
+        return f"named {named_revision}"
+    return checkpoint_revision(path, facts.draft_revision)
+
+
+def _content(name: str, path: str) -> str:
+    """The digest of what a setting names.
+
+    Raises:
+        ConfigError: no file and no checkpoint is there.
+        OSError: a file can't be read.
+    """
+    try:
+        return checkpoint_revision(path, None)
+    except ConfigError as error:
+        raise ConfigError(
+            f"kvtier: SGLang's {name}={path!r} changes what is computed, and no file or checkpoint "
+            "is there whose content could be hashed: give a file"
+        ) from error
 
 
 def checkpoint_revision(path: str, revision: str | None) -> str:
@@ -122,7 +196,8 @@ def checkpoint_revision(path: str, revision: str | None) -> str:
             f"kvtier: no weights in {path!r} ({', '.join(WEIGHT_PATTERNS)}): "
             'put "weights_revision" into the extra config'
         )
-    configs = [local / name for name in CONFIG_FILES if (local / name).is_file()]
+    found = {file for pattern in CONFIG_PATTERNS for file in local.glob(pattern)}
+    configs = [file for file in found if file.is_file() and file.name not in TEXT_FILES]
     return weights_revision([*weights, *configs])
 
 

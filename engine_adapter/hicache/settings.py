@@ -35,6 +35,8 @@ OUR_KEYS = (
 )
 LOSSES = {"exact": Loss.EXACT, "bounded": Loss.BOUNDED}
 ACQUIRE_TIMEOUT_MS = 50
+MAX_TENANT_BYTES = 256
+"""In UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ class HiCacheSettings:
 
     Attributes:
         address: Where the daemon listens; None looks in the default places.
-        tenant: Pages are shared only within a tenant; part of every namespace.
+        tenant: Pages are shared only within a tenant; part of every namespace, at most
+            MAX_TENANT_BYTES.
         allowed_loss: What stored forms of MLA pages may lose; other pages are always exact.
         model_path: The checkpoint, if it is another than the one SGLang was started with.
         weights_revision: Names the weights, in place of the checkpoint's content.
@@ -81,15 +84,30 @@ def parse_extra_config(extra: Mapping[str, object]) -> HiCacheSettings:
     loss = _typed(extra, "allowed_loss", str) or "exact"
     if loss not in LOSSES:
         raise ConfigError(f"kvtier: allowed_loss={loss!r} must be one of {', '.join(LOSSES)}")
+    tenant = _typed(extra, "tenant", str) or ""
+    _check_tenant(tenant)
     return HiCacheSettings(
         address=_typed(extra, "address", str),
-        tenant=_typed(extra, "tenant", str) or "",
+        tenant=tenant,
         allowed_loss=LOSSES[loss],
         model_path=_typed(extra, "model_path", str),
         weights_revision=_typed(extra, "weights_revision", str),
         acquire_timeout_ms=ACQUIRE_TIMEOUT_MS if timeout_ms is None else timeout_ms,
         zero_copy=bool(extra.get("interface_v1", 0)),
     )
+
+
+def _check_tenant(tenant: str) -> None:
+    """Refuse at the start what can't travel, or only at length, with every namespace."""
+    try:
+        encoded = tenant.encode()
+    except UnicodeEncodeError as error:  # A lone surrogate, which JSON can write.
+        raise ConfigError(f"kvtier: tenant={tenant!r} is no text in UTF-8: {error}") from error
+    if len(encoded) > MAX_TENANT_BYTES:
+        raise ConfigError(
+            f"kvtier: tenant has {len(encoded)} bytes in UTF-8, more than {MAX_TENANT_BYTES}: give "
+            "a shorter name, or a digest of it"
+        )
 
 
 def _typed(extra: Mapping[str, object], name: str, kind: type[T]) -> T | None:

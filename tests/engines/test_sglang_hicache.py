@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from engine_adapter.hicache.arguments import (
+    COMPUTING,
+    CONTENTS,
+    IDENTIFYING,
+    NOT_COMPUTING,
+    WEIGHTS_FROM_FILES,
+)
+from engine_adapter.hicache.identity import FILE_FORMATS, computation_digest
 from engine_adapter.sglang import KvtierHiCache
-from engine_adapter.sglang_version import TESTED, check_version
+from engine_adapter.sglang_version import TESTED, check_version, facts_of
 from kvtier.client import Client
 from kvtier.errors import ConfigError, InvalidRequest, KvtierError
 from kvtier.process import DaemonProcess
@@ -35,7 +43,9 @@ from tests.engines.sglang_pools import (
     storage_config,
 )
 
-from sglang.srt.mem_cache.hicache_storage import (  # isort: skip - after the stand-in
+from sglang.srt.arg_groups.arg_utils import record_fields  # isort: skip - after the stand-in
+from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES  # isort: skip
+from sglang.srt.mem_cache.hicache_storage import (  # isort: skip
     HiCacheStorageExtraInfo,
     PoolHitPolicy,
     PoolName,
@@ -43,6 +53,7 @@ from sglang.srt.mem_cache.hicache_storage import (  # isort: skip - after the st
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey  # isort: skip
 from sglang.srt.runtime_context import get_context  # isort: skip
+from sglang.srt.server_args import ServerArgs  # isort: skip
 
 PAGES = 8
 TOKENS = list(range(1000, 1000 + PAGES * PAGE_TOKENS))
@@ -731,13 +742,105 @@ def test_what_the_server_was_started_with_names_its_weights(
     with get_context().override_server_args(**served):
         stored(start_backend(pool, nothing), pool)
         assert start_backend(pool, nothing).batch_exists(keys, ROOT) == PAGES
-    for change in ({"dtype": "float16"}, {"json_model_override_args": '{"rope_theta": 1}'}):
+    decrypted = tmp_path / "decrypted.json"
+    decrypted.write_text('{"rope_theta": 1}')
+    for change in (
+        {"dtype": "float16"},
+        {"json_model_override_args": '{"rope_theta": 1}'},
+        {"decrypted_config_file": str(decrypted)},
+        {"model_loader_extra_config": '{"model_weights": "x"}'},
+    ):
         with get_context().override_server_args(**served, **change):
             assert start_backend(pool, nothing).batch_exists(keys, ROOT) == 0
     # User report 1: SGLang's id of such an adapter is made of its name and path.
     make_checkpoint(adapter, b"adapter two")
     with get_context().override_server_args(**served):
         assert start_backend(pool, nothing).batch_exists(keys, ROOT) == 0
+
+
+def test_every_setting_of_this_sglang_is_in_one_list() -> None:
+    """One that a new version brings must be judged: does it change what is computed?"""
+    lists = (IDENTIFYING, CONTENTS, tuple(WEIGHTS_FROM_FILES), COMPUTING, NOT_COMPUTING)
+    listed = [name for names in lists for name in names]
+    assert not [name for name in listed if listed.count(name) > 1]
+    assert set(listed) == {field.name for field in record_fields(ServerArgs)}
+
+
+def resolved(**fields: Any) -> dict[str, Any]:
+    """SGLang's own resolved arguments."""
+    with get_context().override_server_args(**fields):
+        return dict(get_context().resolved_server_args_dict())
+
+
+def digest_of(arguments: Mapping[str, Any]) -> str:
+    return computation_digest(facts_of(arguments), model_path=None, named_revision="r1")
+
+
+def test_settings_change_the_identity_unless_they_are_known_not_to() -> None:
+    """Each of its own; one that nobody has judged yet keeps caches apart."""
+    plain = resolved()
+    changed = {name: digest_of({**plain, name: "changed"}) for name in (*COMPUTING, "not yet")}
+    assert len({digest_of(plain), *changed.values()}) == len(changed) + 1
+    harmless = dict.fromkeys(NOT_COMPUTING, "changed")
+    assert digest_of({**plain, **harmless}) == digest_of(plain)
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_a_file_in_a_setting_changes_the_identity_by_its_content(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "file.json"
+    path.write_text("one")
+    given = {**resolved(), name: str(path)}
+    one = digest_of(given)
+    path.write_text("two, and longer")
+    assert len({digest_of(resolved()), one, digest_of(given)}) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"load_format": name} for name in sorted({*LOAD_FORMAT_CHOICES} - {*FILE_FORMATS})),
+        {"checkpoint_engine_wait_weights_before_ready": True},
+        {"weight_cache_mode": "client"},
+        {"weight_cache_mode": "daemon"},
+        {"speculative_draft_load_format": "dummy"},
+    ],
+    ids=str,
+)
+def test_weights_that_come_from_no_checkpoint_stop_the_start(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    checkpoint = str(make_checkpoint(tmp_path / "model"))
+    served = {
+        **resolved(),
+        "model_path": checkpoint,
+        "load_format": "auto",
+        "speculative_draft_model_path": checkpoint,
+    }
+    assert computation_digest(facts_of(served), model_path=None, named_revision=None)
+    with pytest.raises(ConfigError, match="weights_revision"):
+        computation_digest(facts_of({**served, **change}), model_path=None, named_revision=None)
+    assert digest_of({**served, **change})
+
+
+def test_adapters_of_all_settings_count(tmp_path: Path) -> None:
+    adapter = make_checkpoint(tmp_path / "adapter", b"one")
+    given = {**resolved(), "uno_lora_path": str(adapter)}
+    one = digest_of(given)
+    make_checkpoint(adapter, b"other")
+    assert len({digest_of(resolved()), one, digest_of(given)}) == 3
+
+
+def test_a_setting_that_is_gone_is_told() -> None:
+    arguments = resolved()
+    del arguments["quantization"]
+    with pytest.raises(ConfigError, match="no setting quantization"):
+        facts_of(arguments)
+
+
+def test_a_set_is_told_in_one_order() -> None:
+    """Its own order differs between processes, and so would their namespaces."""
+    given = {**resolved(), "lora_target_modules": {"q_proj", "k_proj", "o_proj"}}
+    assert facts_of(given).arguments["lora_target_modules"] == "['k_proj', 'o_proj', 'q_proj']"
 
 
 def test_weights_replaced_while_serving_hit_nothing_older(

@@ -7,12 +7,18 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engine_adapter.hicache.host_pages import HostPages
-from engine_adapter.hicache.identity import EngineFacts, checkpoint_revision, computation_digest
+from engine_adapter.hicache.identity import (
+    FILE_FORMATS,
+    EngineFacts,
+    checkpoint_revision,
+    computation_digest,
+)
 from engine_adapter.hicache.page_store import block_hash
 from engine_adapter.hicache.settings import HiCacheSettings, parse_extra_config
 from kvtier.errors import ConfigError, InvalidRequest
@@ -51,12 +57,19 @@ def test_every_setting_arrives() -> None:
         ({"acquire_timeout_ms": -1}, "positive"),
         ({"address": ""}, "address is empty"),
         ({"allowed_loss": "lossy"}, "exact, bounded"),
+        ({"tenant": "t" * 257}, "257 bytes"),
+        ({"tenant": "é" * 129}, "258 bytes"),
+        ({"tenant": "\ud800"}, "no text in UTF-8"),
     ],
 )
 def test_a_wrong_setting_is_told(extra: dict[str, object], words: str) -> None:
     """User report 32: with the nearest valid name."""
     with pytest.raises(ConfigError, match=words):
         parse_extra_config(extra)
+
+
+def test_the_longest_tenant_is_taken() -> None:
+    assert parse_extra_config({"tenant": "é" * 128}).tenant == "é" * 128
 
 
 # Identity
@@ -101,8 +114,66 @@ def test_all_that_changes_the_computation_changes_the_digest(checkpoint: Path) -
     digests.append(digest(facts))
     (checkpoint / "b.safetensors").write_bytes(b"c")
     digests.append(digest(facts))
+    (checkpoint / "quantize_config.json").write_text('{"bits": 4}')
+    digests.append(digest(facts))
+    (checkpoint / "modeling_own.py").write_text("# The checkpoint's own code")
+    digests.append(digest(facts))
     assert len(set(digests)) == len(digests)
+    (checkpoint / "tokenizer.json").write_text("{}")
     assert digest(facts) == digests[-1]
+
+
+def test_a_file_that_a_setting_names_counts_by_its_content(checkpoint: Path) -> None:
+    """Not by its path, and the operator's word on the weights does not cover it."""
+    config = checkpoint.parent / "decrypted.json"
+    config.write_text("one")
+    facts = EngineFacts(str(checkpoint), contents={"decrypted_config_file": str(config)})
+    digests = [digest(EngineFacts(str(checkpoint))), digest(facts), digest(facts, named="r1")]
+    config.write_text("two, and longer")
+    digests += [digest(facts), digest(facts, named="r1")]
+    assert len(set(digests)) == len(digests)
+    elsewhere = checkpoint.parent / "elsewhere"
+    elsewhere.mkdir()
+    moved = {"decrypted_config_file": str(config.rename(elsewhere / config.name))}
+    assert digest(replace(facts, contents=moved)) == digests[3]
+    with pytest.raises(ConfigError, match="decrypted_config_file"):
+        digest(facts)  # It is gone.
+
+
+@pytest.mark.parametrize("load_format", FILE_FORMATS)
+def test_formats_that_read_the_checkpoints_files_are_taken(
+    checkpoint: Path, load_format: str
+) -> None:
+    facts = EngineFacts(str(checkpoint), load_format=load_format, draft_load_format=load_format)
+    assert digest(replace(facts, draft_model_path=str(checkpoint)))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"load_format": "dummy"}, "'dummy'"),
+        ({"load_format": "presharded"}, "'presharded'"),
+        ({"load_format": "of a later version"}, "of a later version"),
+        ({"elsewhere": ("weight_cache_mode=client",)}, "weight_cache_mode=client"),
+        ({"model_path": "org/name", "download_dir": "/d"}, "download_dir=/d"),
+    ],
+)
+def test_weights_from_elsewhere_need_the_operators_word(
+    checkpoint: Path, change: dict[str, Any], words: str
+) -> None:
+    facts = replace(EngineFacts(str(checkpoint)), **change)
+    with pytest.raises(ConfigError, match=f"{words}.*weights_revision"):
+        digest(facts)
+    assert digest(facts, named="r1") != digest(facts, named="r2")
+
+
+def test_draft_weights_from_elsewhere_need_the_operators_word(checkpoint: Path) -> None:
+    facts = EngineFacts(
+        str(checkpoint), draft_model_path=str(checkpoint), draft_load_format="remote"
+    )
+    with pytest.raises(ConfigError, match=r"'remote'.*weights_revision"):
+        digest(facts)
+    assert digest(facts, named="r1") != digest(facts, named="r2")
 
 
 def test_the_operators_word_comes_before_the_engines(checkpoint: Path) -> None:
@@ -112,14 +183,12 @@ def test_the_operators_word_comes_before_the_engines(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "facts", [None, EngineFacts("/not/there"), EngineFacts("org/name"), "dummy", "empty"]
+    "facts", [None, EngineFacts("/not/there"), EngineFacts("org/name"), "empty"]
 )
 def test_weights_that_cannot_be_identified_are_refused(
     checkpoint: Path, facts: EngineFacts | str | None
 ) -> None:
-    if facts == "dummy":
-        facts = EngineFacts(str(checkpoint), load_format="dummy")
-    elif facts == "empty":
+    if facts == "empty":
         facts = EngineFacts(str(checkpoint.parent))
     assert not isinstance(facts, str)
     with pytest.raises(ConfigError, match="weights_revision"):
