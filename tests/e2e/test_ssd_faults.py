@@ -493,7 +493,11 @@ def test_a_stop_while_the_disk_hangs(
 def test_reads_in_flight(start_daemon: StartDaemon, connect: Connect, faults: Faults) -> None:
     """User report 28: blocks are not read one by one, but as many at once as the setting says."""
     daemon = start_daemon(
-        **SMALL, program=faults.program, ssd_read_threads=8, ssd_scrub_bytes_per_s=0
+        **SMALL,
+        program=faults.program,
+        ssd_read_threads=8,
+        ssd_scrub_bytes_per_s=0,
+        ssd_load_timeout_s=60.0,  # A slow machine may take its time to begin nine reads.
     )
     hashes = stored(connect(daemon), "deep", 64)
     client = again(daemon, connect)
