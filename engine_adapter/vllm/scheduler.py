@@ -88,11 +88,13 @@ class CachedRequest:
         loaded_pages: Where its blocks were loaded to.
         may_load: False once a load failed: it computes, instead of trying again and again.
         may_store: False if its pages may hold what was not computed from its tokens.
+        adapter_version: Of its adapter (AdapterDigests.version), when its chain was made.
     """
 
-    def __init__(self, request: Request, chain: HashChain) -> None:
+    def __init__(self, request: Request, chain: HashChain, adapter_version: int) -> None:
         self.request = request
         self.chain = chain
+        self.adapter_version = adapter_version
         self.may_load = True
         self.restart()
         self._found = GetResult(0)
@@ -169,6 +171,7 @@ class SchedulerSide:
         self._step = 0
         self._failures_known = 0
         self._loss = Loss.EXACT
+        self._adapters_checked: set[int] = set()
         self._undropped: list[NamespaceSpec] = []
         self._drop_again_s = 0.0
         self._untold: OrderedDict[BlockHash, TakenBlock] = OrderedDict()
@@ -184,6 +187,9 @@ class SchedulerSide:
             return 0
         cached.restart()
         cached.local_tokens = local_tokens
+        adapter = request.lora_request
+        if local_tokens and adapter is not None and self._identifier.adapters.mixed(adapter):
+            cached.may_store = False
         size = self._settings.block_tokens
         # One token is left to compute: its logits are what is wanted.
         blocks = min((request.num_tokens - 1) // size, MAX_BLOCKS_PER_CALL)
@@ -245,12 +251,15 @@ class SchedulerSide:
         self._step += 1
         self._pages_of = pages_of
         self._drop_again()
+        self._adapters_checked.clear()
         loads, self._planned = self._planned, []
+        stores = self._new_stores(scheduled) if self._stores and self._requests else []
+        self._adapters_checked.clear()
         return Plan(
             step=self._step,
             spec=self._spec,
             loads=loads,
-            stores=self._new_stores(scheduled) if self._stores and self._requests else [],
+            stores=stores,
             preempted=frozenset(preempted),
             failures_known=self._failures_known,
             loss=self._loss,
@@ -268,7 +277,8 @@ class SchedulerSide:
             tokens = min(request.num_computed_tokens + fresh, request.num_tokens)
             if not self._settings.store_decode:
                 tokens = min(tokens, request.num_prompt_tokens)
-            if (full := tokens // size) > cached.offered:
+            full = tokens // size
+            if full > cached.offered and not self._forget_outdated(cached):
                 stores.append(self._store(cached, full))
         return stores
 
@@ -400,14 +410,40 @@ class SchedulerSide:
     def _cached(self, request: Request) -> CachedRequest | None:
         name = request.request_id
         cached = self._requests.get(name)
+        if cached is not None and self._forget_outdated(cached):
+            cached = None
         if cached is None and self._spec is not None and name not in self._unidentified:
             chain = self._identifier.chain(self._spec, request)
             if chain is None:
                 self._unidentified.add(name)
                 self.counts.add("unidentified_requests")
                 return None
-            cached = self._requests[name] = CachedRequest(request, chain)
+            cached = self._requests[name] = CachedRequest(
+                request, chain, self._adapter_version(request)
+            )
         return cached
+
+    def _adapter_version(self, request: Request) -> int:
+        adapter = request.lora_request
+        return 0 if adapter is None else self._identifier.adapters.version(adapter)
+
+    def _forget_outdated(self, cached: CachedRequest) -> bool:
+        """Forget a request whose adapter has not the content any more that its blocks are named by.
+
+        What it has computed meanwhile is of either; when it has lost its pages it is looked up
+        again. An adapter's files are looked at once before a step's lookups, and once
+        before its stores.
+        """
+        adapter = cached.request.lora_request
+        if adapter is None:
+            return False
+        if adapter.lora_int_id not in self._adapters_checked:
+            self._adapters_checked.add(adapter.lora_int_id)
+            self._identifier.adapters.recheck(adapter)
+        if cached.adapter_version == self._adapter_version(cached.request):
+            return False
+        del self._requests[cached.request.request_id]
+        return True
 
     def _look_up(self, cached: CachedRequest, blocks: int) -> GetResult:
         """The longest prefix that every rank has."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -583,6 +585,72 @@ def test_prompt_logprobs_need_the_whole_prompt(
     engine.prefill(first)
     has_blocks(client, engine, first, 3)
     assert engine.admit(request_of("b", 200, skip_reading_prefix_cache=True)) == 0
+
+
+@dataclass
+class Adapter:
+    """vLLM's LoRARequest, as far as the connector looks at it."""
+
+    lora_path: str
+    load_inplace: bool = False
+    lora_name: str = "adapter"
+    lora_int_id: int = 1
+
+
+def write_adapter(directory: Path, weights: bytes) -> str:
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_text("{}")
+    (directory / "adapter_model.safetensors").write_bytes(weights)
+    return str(directory)
+
+
+@pytest.fixture
+def adapter_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An adapter that is there before the engine starts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return write_adapter(tmp_path / "adapter", b"old")
+
+
+@pytest.mark.parametrize("how", ["files", "in place", "in place, from elsewhere"])
+def test_an_adapter_that_changes_while_requests_run(
+    daemon: DaemonProcess,
+    connect: Connect,
+    make_engine: MakeEngine,
+    adapter_path: str,
+    how: str,
+) -> None:
+    """From then on its requests compute with either content; nothing of that is stored."""
+    client = connect(daemon)
+    engine = make_engine(client)
+    running, waiting = (
+        request_of(name, 300, lora_request=Adapter(adapter_path)) for name in ("a", "w")
+    )
+    engine.admit(running)
+    engine.step({"a": 100})
+    has_blocks(client, engine, running, 1)
+    assert engine.scheduler.matched_tokens(waiting, 0) == 64
+    named_by_old = engine.hashes(running)
+    in_place = how != "files"
+    path = f"{adapter_path}2" if how.endswith("elsewhere") else adapter_path
+    write_adapter(Path(path), b"newer")
+    new = request_of("b", 200, lora_request=Adapter(path, load_inplace=in_place))
+    if in_place:
+        assert engine.admit(new) == 0
+    plan = engine.plan({"a": 100})
+    assert not plan.stores
+    engine.run(plan, {"a": 100})
+    assert client.lookup(engine.spec, named_by_old).num_blocks == 1
+    if not in_place:
+        assert engine.scheduler.matched_tokens(waiting, 0) == 0
+        assert engine.prefill(new) == 0, "nobody knows what it computes with"
+        assert cached_blocks(client, engine, new) == 0
+        return
+    engine.step({"b": 200})
+    has_blocks(client, engine, new, 3)
+    again = request_of("c", 400, lora_request=Adapter(path))
+    assert engine.admit(again, local_tokens=256) == 0
+    assert not engine.plan({"c": 144}).stores, "vLLM's own cache may be of the old content"
+    assert engine.scheduler.matched_tokens(waiting, 0) == (192 if path == adapter_path else 0)
 
 
 def test_salts_do_not_mix(daemon: DaemonProcess, connect: Connect, make_engine: MakeEngine) -> None:

@@ -24,6 +24,9 @@ from kvtier.hashing import block_hashes, namespace_digest, root_hash
 from kvtier.types import BlockHash, Component, NamespaceSpec
 
 TOKENS = list(range(100))
+LATER_NS = 1 << 62
+"""A start of an engine after all that these tests write."""
+
 SPEC = NamespaceSpec("m", "r", (Component("latent_rope", "uint8", (1, 16, 4)),), block_tokens=16)
 ROOT = root_hash(namespace_digest(SPEC))
 
@@ -116,7 +119,7 @@ def test_an_adapter_is_known_by_its_content(tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_changes_under_its_id_is_unknown(tmp_path: Path) -> None:
-    digests = AdapterDigests()
+    digests = AdapterDigests(LATER_NS)
     path = adapter_at(tmp_path / "adapter", b"weights")
     first = digests.digest(Adapter(1, path))
     assert digests.digest(Adapter(1, path)) == first
@@ -127,6 +130,67 @@ def test_an_adapter_that_changes_under_its_id_is_unknown(tmp_path: Path) -> None
     assert reloaded != first
     assert digests.digest(Adapter(1, path)) == reloaded
     assert digests.digest(Adapter(2, path)) == reloaded
+
+
+def test_bytes_that_change_under_an_old_time_are_a_change(tmp_path: Path) -> None:
+    """As cp -p and rsync --times leave them."""
+    digests = AdapterDigests(LATER_NS)
+    path = adapter_at(tmp_path / "adapter", b"weights")
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    before = weights.stat()
+    digests.digest(Adapter(1, path))
+    weights.write_bytes(b"WEIGHTS")
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(Unidentified, match="changed under it"):
+        digests.digest(Adapter(1, path))
+
+
+def test_an_adapter_written_after_the_start_is_unknown_unless_loaded_in_place(
+    tmp_path: Path,
+) -> None:
+    """vLLM may have loaded it, by its own interface, before it was overwritten."""
+    path = adapter_at(tmp_path / "adapter", b"weights")
+    written_ns = (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_ctime_ns
+    assert AdapterDigests(written_ns + 1).digest(Adapter(1, path))
+    digests = AdapterDigests(written_ns)
+    with pytest.raises(Unidentified, match="changed after the engine started"):
+        digests.digest(Adapter(1, path))
+    assert digests.digest(Adapter(1, path, load_inplace=True))
+    assert digests.digest(Adapter(1, path))
+    old = digests.mixed(Adapter(1, path))
+    assert old, "vLLM's own cache may have pages from before"
+
+
+def test_a_check_finds_files_that_changed_or_went(tmp_path: Path) -> None:
+    digests = AdapterDigests(LATER_NS)
+    one = Adapter(1, adapter_at(tmp_path / "one", b"weights"), lora_name="one")
+    two = Adapter(2, adapter_at(tmp_path / "two", b"weights"), lora_name="two")
+    for adapter in (one, two):
+        digests.digest(adapter)
+        version = digests.version(adapter)
+        digests.recheck(adapter)
+        assert digests.version(adapter) == version
+        assert not digests.mixed(adapter)
+    adapter_at(tmp_path / "one", b"other weights")
+    os.remove(tmp_path / "two" / "adapter_model.safetensors")
+    for adapter in (one, two):
+        version = digests.version(adapter)
+        digests.recheck(adapter)
+        assert digests.version(adapter) != version
+        assert digests.mixed(adapter)
+        with pytest.raises(Unidentified):
+            digests.digest(adapter)
+
+
+def test_a_name_that_two_adapters_have_is_mixed_in_vllms_own_cache(tmp_path: Path) -> None:
+    digests = AdapterDigests(LATER_NS)
+    digests.digest(Adapter(1, adapter_at(tmp_path / "one", b"weights")))
+    same = Adapter(2, adapter_at(tmp_path / "two", b"weights"))
+    digests.digest(same)
+    assert not digests.mixed(same)
+    other = Adapter(3, adapter_at(tmp_path / "three", b"other weights"))
+    digests.digest(other)
+    assert digests.mixed(other)
 
 
 def test_media_are_in_the_blocks_that_they_reach_into() -> None:
