@@ -101,11 +101,15 @@ def test_an_adapter_of_the_same_name_with_other_weights(
     assert first.one(prompt).cached == 0
     other = dataclasses.replace(prompt, lora=Lora("c", 3, adapters["b"]))
     answer = second.one(other)
-    assert (answer.cached, answer.tokens) == (0, reference(llama, other, **LORA_OPTIONS))
+    of_a, of_b = (
+        reference(llama, dataclasses.replace(prompt, lora=lora), **LORA_OPTIONS)
+        for lora in (Lora("a", 1, adapters["a"]), Lora("b", 2, adapters["b"]))
+    )
+    assert (answer.cached, answer.tokens) == (0, of_b)
     elsewhere = dataclasses.replace(prompt, lora=Lora("other name", 9, adapters["a"]))
     assert second.one(elsewhere).cached == 256
     fresh = tmp_path / "adapter"
     shutil.copytree(adapters["a"], fresh)
     written_later = dataclasses.replace(prompt, lora=Lora("fresh", 10, fresh))
     answer = second.one(written_later)
-    assert (answer.cached, answer.tokens) == (0, reference(llama, prompt, **LORA_OPTIONS))
+    assert (answer.cached, answer.tokens) == (0, of_a)
