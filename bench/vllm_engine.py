@@ -81,13 +81,18 @@ class EngineProcess:
             self._process.wait()
             self._process.stdout.close()
 
-    def run(self, prompt: Sequence[int], answer_tokens: int) -> Timed:
+    def run(self, prompt: Sequence[int], answer_tokens: int, *, kvtier: bool = True) -> Timed:
         """One request by itself, greedily.
+
+        Args:
+            prompt: Its tokens.
+            answer_tokens: How many to generate.
+            kvtier: False: the engine's connector, if it has one, neither looks up nor stores.
 
         Raises:
             SystemExit: the engine ended; the message has the end of its log.
         """
-        self._say({"prompt": list(prompt), "answer_tokens": answer_tokens})
+        self._say({"prompt": list(prompt), "answer_tokens": answer_tokens, "kvtier": kvtier})
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -105,7 +110,13 @@ def serve() -> None:
     """The child's side."""
     from vllm import LLM, SamplingParams
 
-    def timed(prompt: Sequence[int], answer_tokens: int) -> Timed:
+    def use(*, kvtier: bool) -> None:
+        connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+        if connector is not None:  # No user needs this switch, so it is none of the connector's.
+            connector._scheduling._loads = connector._scheduling._stores = kvtier
+
+    def timed(prompt: Sequence[int], answer_tokens: int, *, kvtier: bool) -> Timed:
+        use(kvtier=kvtier)
         params = SamplingParams(
             temperature=0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False
         )
