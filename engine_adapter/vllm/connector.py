@@ -53,13 +53,6 @@ versions.check(vllm.__version__)
 
 log = logging.getLogger(__name__)
 
-
-LOOKUP_TIMEOUT_S = 0.2
-"""Deadline of Lookup and Acquire, for vLLM's own threads may keep all cores busy.
-
-A daemon that hangs costs this once (client/calls.py), and computing the tokens would take longer.
-"""
-
 SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.SSD: CacheHitSource.DISK}
 
 
@@ -107,7 +100,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             settings.address,
             owner_group=_owner_group(vllm_config),
             name=f"vllm {role.name.lower()}",
-            acquire_timeout_s=LOOKUP_TIMEOUT_S,
+            acquire_timeout_s=settings.acquire_timeout_ms / 1000,
         )
         self._misses: Counter[MissReason] = Counter()
         self._scheduler: SchedulerSide | None = None

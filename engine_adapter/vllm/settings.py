@@ -18,6 +18,9 @@ from kvtier.types import DEFAULT_BLOCK_TOKENS, Loss
 MAX_TENANT_BYTES = 256
 """In UTF-8; a tenant is a name, and it travels with every namespace."""
 
+ACQUIRE_TIMEOUT_MS = 200
+"""Not less, for vLLM's own threads may keep all cores busy, and computing takes longer."""
+
 _LOSSES = {"exact": Loss.EXACT, "bounded": Loss.BOUNDED}
 
 
@@ -35,6 +38,8 @@ class Settings:
         allowed_loss: Whether blocks may come back from, and go into, lossy stored forms.
         kv_events: Tell the tokens of every block that kvtier took, among vLLM's own KV events
             (--kv-events-config). The daemon's events name blocks by hash only.
+        acquire_timeout_ms: How long a look-up or a lease may take before it is a miss. A daemon
+            that hangs costs this once (client/calls.py), not once a request.
     """
 
     address: str | None = None
@@ -44,6 +49,7 @@ class Settings:
     tenant: str = ""
     allowed_loss: Loss = Loss.EXACT
     kv_events: bool = False
+    acquire_timeout_ms: int = ACQUIRE_TIMEOUT_MS
 
 
 def read_settings(values: Mapping[str, object]) -> Settings:
@@ -70,6 +76,7 @@ def read_settings(values: Mapping[str, object]) -> Settings:
         tenant=_tenant(values),
         allowed_loss=_loss(values, "allowed_loss"),
         kv_events=_flag(values, "kv_events", default.kv_events),
+        acquire_timeout_ms=_positive(values, "acquire_timeout_ms", default.acquire_timeout_ms),
     )
     if settings.address is not None:
         parse_address(settings.address)

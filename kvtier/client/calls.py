@@ -19,6 +19,10 @@ from kvtier.client.fork import gate
 from kvtier.errors import KvtierError
 from kvtier.types import MissReason
 
+CALL_TIMEOUT_S = 1.0
+SEND_TIMEOUT_S = 10.0
+"""Of calls nobody waits for: a daemon that gets no core meanwhile still has to hear of them."""
+
 BREAKER_FIRST_S = 1.0
 BREAKER_LONGEST_S = 30.0
 LATE_S = 10.0
@@ -56,10 +60,12 @@ class Calls:
     """The rpcs of one client, with their breaker and their counters. Thread-safe.
 
     Attributes:
+        timeout_s: Of what is rare, or not waited for by a first token.
         misses: Calls that gave nothing, by reason.
     """
 
-    def __init__(self, *, raise_errors: bool) -> None:
+    def __init__(self, *, raise_errors: bool, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        self.timeout_s = timeout_s
         self.misses: Counter[MissReason] = Counter()
         self._raise_errors = raise_errors
         self._guard = threading.Lock()
@@ -127,7 +133,7 @@ class Calls:
 
         return self._call(attachment, send)
 
-    def send(self, attachment: Attachment, method: Any, request: Any, timeout_s: float) -> None:
+    def send(self, attachment: Attachment, method: Any, request: Any) -> None:
         """One rpc whose answer nobody waits for.
 
         A failure is counted when it is known, and the call sent again once the daemon answers.
@@ -150,7 +156,7 @@ class Calls:
             raise
         try:
             with gate:
-                answer = method.future(request, timeout=timeout_s)
+                answer = method.future(request, timeout=SEND_TIMEOUT_S)
         except ValueError as error:  # The channel was closed meanwhile.
             raise Missed(MissReason.NO_SESSION, str(error)) from error
         answer.add_done_callback(note)

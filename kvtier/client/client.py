@@ -27,8 +27,8 @@ import grpc
 from kvtier.addresses import find_address, parse_address
 from kvtier.client import fork
 from kvtier.client.attachment import Attachment, join_hashes
-from kvtier.client.calls import Calls, Missed
-from kvtier.client.leases import CALL_TIMEOUT_S, WAIT_SLICE_S, ReadLease, WriteLease, abort_request
+from kvtier.client.calls import CALL_TIMEOUT_S, Calls, Missed
+from kvtier.client.leases import WAIT_SLICE_S, ReadLease, WriteLease, abort_request
 from kvtier.codec.base import Bytes
 from kvtier.errors import KvtierError
 from kvtier.hashing import canonical_spec, namespace_digest
@@ -38,7 +38,6 @@ from kvtier.v1 import cache_pb2 as pb
 log = logging.getLogger(__name__)
 
 ACQUIRE_TIMEOUT_S = 0.05
-RESERVE_TIMEOUT_S = 0.1
 RETRY_FIRST_S = 0.05
 RETRY_LONGEST_S = 1.0
 _NO_BLOCKS = {
@@ -99,7 +98,8 @@ class Client:
             name: For the daemon's log.
             shared_memory: False streams all bytes, as a client on another host has to.
             raise_errors: Raise Missed where a call fails, instead of counting a miss.
-            acquire_timeout_s: Deadline of Acquire and Lookup.
+            acquire_timeout_s: Deadline of Acquire and Lookup. Reserve has twice as long: nobody
+                waits for a first token then. What is rare has at least CALL_TIMEOUT_S.
 
         Raises:
             ConfigError: the address does not parse.
@@ -108,7 +108,9 @@ class Client:
         self._target = parse_address(address or find_address()).target
         self._name = name or f"pid {os.getpid()}"
         self._shared_memory = shared_memory
-        self._calls = Calls(raise_errors=raise_errors)
+        self._calls = Calls(
+            raise_errors=raise_errors, timeout_s=max(CALL_TIMEOUT_S, acquire_timeout_s)
+        )
         self._acquire_timeout_s = acquire_timeout_s
         self._max_age_s: dict[NamespaceSpec, int] = {}
         self._start()
@@ -126,7 +128,7 @@ class Client:
         self._thread = threading.Thread(target=self._keep_attached, name="kvtier-session")
         self._thread.daemon = True
         self._thread.start()
-        self._tried.wait(CALL_TIMEOUT_S)
+        self._tried.wait(self._calls.timeout_s)
 
     def __enter__(self) -> Client:
         return self
@@ -307,7 +309,7 @@ class Client:
                 attachment,
                 attachment.stub.Reserve,
                 request,
-                RESERVE_TIMEOUT_S + wait_s,
+                2 * self._acquire_timeout_s + wait_s,
                 on_late=lambda late: attachment.settle_later(
                     attachment.stub.Abort, abort_request(attachment, late)
                 ),
@@ -355,7 +357,7 @@ class Client:
             request = pb.FinishRequest(
                 session_id=attachment.session_id, namespace=digest, tail=tail
             )
-            self._calls.send(attachment, attachment.stub.Finish, request, CALL_TIMEOUT_S)
+            self._calls.send(attachment, attachment.stub.Finish, request)
 
     def flush(
         self, spec: NamespaceSpec, hashes: Sequence[BlockHash], *, timeout_s: float
@@ -376,7 +378,9 @@ class Client:
                     timeout_ms=round(slice_s * 1000),
                 )
                 call = attachment.stub.Flush
-                answer = self._calls.call(attachment, call, request, slice_s + CALL_TIMEOUT_S)
+                answer = self._calls.call(
+                    attachment, call, request, slice_s + self._calls.timeout_s
+                )
                 durable = [bool(flag) for flag in answer.durable]
                 answered = True
             if not answered or all(durable) or left_s <= slice_s:
@@ -415,7 +419,9 @@ class Client:
                 hashes=join_hashes(hashes),
                 ttl_ms=round(ttl_s * 1000),
             )
-            answer = self._calls.call(attachment, attachment.stub.Pin, request, CALL_TIMEOUT_S)
+            answer = self._calls.call(
+                attachment, attachment.stub.Pin, request, self._calls.timeout_s
+            )
             return answer.pin_id, answer.blocks
         return b"", 0
 
@@ -424,7 +430,7 @@ class Client:
         with self._calls.failing_open():
             attachment = self._require()
             request = pb.UnpinRequest(session_id=attachment.session_id, pin_id=pin_id)
-            self._calls.call(attachment, attachment.stub.Unpin, request, CALL_TIMEOUT_S)
+            self._calls.call(attachment, attachment.stub.Unpin, request, self._calls.timeout_s)
 
     def drop(self, spec: NamespaceSpec, hashes: Sequence[BlockHash]) -> int:
         """Take blocks out of all tiers; how many had a copy."""
@@ -443,7 +449,9 @@ class Client:
                 hashes=hashes,
                 whole_namespace=whole_namespace,
             )
-            answer = self._calls.call(attachment, attachment.stub.Drop, request, 5 * CALL_TIMEOUT_S)
+            answer = self._calls.call(
+                attachment, attachment.stub.Drop, request, 5 * self._calls.timeout_s
+            )
             return DropResult(answer.dropped_blocks, confirmed=True)
         return DropResult(0, confirmed=False)
 
@@ -452,7 +460,7 @@ class Client:
         with self._calls.failing_open():
             attachment = self._require()
             call: Callable[..., pb.StatsResponse] = attachment.stub.Stats
-            return self._calls.call(attachment, call, pb.StatsRequest(), CALL_TIMEOUT_S)
+            return self._calls.call(attachment, call, pb.StatsRequest(), self._calls.timeout_s)
         return pb.StatsResponse()
 
     # Attaching
@@ -482,7 +490,9 @@ class Client:
                 spec=canonical_spec(spec),
                 max_age_s=self._max_age_s.get(spec, 0),
             )
-            self._calls.call(attachment, attachment.stub.OpenNamespace, request, CALL_TIMEOUT_S)
+            self._calls.call(
+                attachment, attachment.stub.OpenNamespace, request, self._calls.timeout_s
+            )
             attachment.opened[spec] = digest
         return attachment, digest
 

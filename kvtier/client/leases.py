@@ -17,7 +17,6 @@ from kvtier.codec.base import Bytes
 from kvtier.types import Loss, MissReason
 from kvtier.v1 import cache_pb2 as pb
 
-CALL_TIMEOUT_S = 1.0
 READ_TIMEOUT_S = 10.0
 WAIT_SLICE_S = 0.5
 """Longest single Wait: so long at most may a fork wait, or a daemon that hangs go unnoticed."""
@@ -124,7 +123,9 @@ class ReadLease:
             usable = 0
             with self._calls.failing_open():
                 call = attachment.stub.Wait
-                answer = self._calls.call(attachment, call, request, slice_s + CALL_TIMEOUT_S)
+                answer = self._calls.call(
+                    attachment, call, request, slice_s + self._calls.timeout_s
+                )
                 self._ready, usable = answer.ready_blocks, answer.usable_blocks
             if self._ready >= min(wanted, usable) or left_s <= slice_s:
                 break
@@ -139,7 +140,7 @@ class ReadLease:
             session_id=attachment.session_id, lease_id=self._answer.lease_id
         )
         with self._calls.failing_open():
-            self._calls.send(attachment, attachment.stub.Release, request, CALL_TIMEOUT_S)
+            self._calls.send(attachment, attachment.stub.Release, request)
 
     def _copy(
         self,
@@ -271,7 +272,7 @@ class WriteLease:
                         session_id=attachment.session_id, lease_id=self._answer.lease_id
                     )
                     call = attachment.stub.Commit
-                    self._calls.call(attachment, call, request, CALL_TIMEOUT_S)
+                    self._calls.call(attachment, call, request, self._calls.timeout_s)
                 else:
                     self._store(attachment)
                 committed = True
@@ -291,7 +292,7 @@ class WriteLease:
         attachment.end_write()
         request = pb.CommitRequest(session_id=attachment.session_id, lease_id=self._answer.lease_id)
         with self._calls.failing_open():
-            self._calls.send(attachment, attachment.stub.Commit, request, CALL_TIMEOUT_S)
+            self._calls.send(attachment, attachment.stub.Commit, request)
 
     def abort(self) -> None:
         """Give the room back; our copies have stopped. Idempotent, harmless after commit()."""
@@ -305,7 +306,7 @@ class WriteLease:
         with self._calls.failing_open():
             try:
                 request = abort_request(attachment, self._answer)
-                self._calls.call(attachment, attachment.stub.Abort, request, CALL_TIMEOUT_S)
+                self._calls.call(attachment, attachment.stub.Abort, request, self._calls.timeout_s)
                 aborted = True
             finally:
                 if not aborted:

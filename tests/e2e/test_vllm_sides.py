@@ -44,12 +44,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
         yield start()
 
 
-@pytest.fixture(autouse=True)
-def _patient_stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is tested is not this machine's speed, and an engine does not reserve twice a step."""
-    monkeypatch.setattr("kvtier.client.client.RESERVE_TIMEOUT_S", 5.0)
-
-
 @pytest.fixture
 def spec(request: pytest.FixtureRequest) -> NamespaceSpec:
     """This test's namespace."""

@@ -44,8 +44,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 @pytest.fixture(scope="module")
 def engine(place: Place, start_shared_engine: StartEngine) -> EngineProcess:
-    """A vLLM that was started before its daemon."""
-    return start_shared_engine(TINY_MLA, connector(place.address))
+    """A vLLM that was started before its daemon, and waits a second for its answers."""
+    transfer = connector(place.address, acquire_timeout_ms=1000)
+    return start_shared_engine(TINY_MLA, transfer)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.process import DaemonProcess
-from tests.engines.conftest import Reference, StartEngine, noise
+from tests.e2e.support import eventually
+from tests.engines.conftest import Reference, StartEngine, noise, open_leases
 from tests.engines.counting_daemon import Calls
 from tests.engines.vllm_engine import EngineProcess, connector
 
@@ -43,16 +44,27 @@ def stored_blocks(engine: EngineProcess) -> float:
     return engine.metrics().get("kvtier_stored_blocks", 0)
 
 
+def wait_stored(daemon: DaemonProcess) -> None:
+    """Until what was computed is there for the next request.
+
+    A commit is not waited for, and ranks that spin for each other on a small machine keep the
+    daemon from running for longer than an answer takes.
+    """
+    eventually(lambda: not open_leases(daemon), "what was reserved is committed")
+
+
 def test_mla_is_stored_once_and_loaded_by_every_rank(
     one_rank: EngineProcess,
     two_ranks: EngineProcess,
     deepseek_v3: Path,
+    shared_daemon: DaemonProcess,
     calls: Calls,
     reference: Reference,
 ) -> None:
     """Also between engines of one and of two ranks: same namespace, same bytes."""
     by_one, by_two = noise(1, 200), noise(2, 200)
     one_rank.one(by_one)
+    wait_stored(shared_daemon)
     answer = two_ranks.one(by_one)
     assert (answer.cached, answer.tokens) == (192, reference(deepseek_v3, by_one))
     before, called = stored_blocks(two_ranks), calls.so_far()
@@ -60,6 +72,7 @@ def test_mla_is_stored_once_and_loaded_by_every_rank(
     assert (answer.cached, answer.tokens) == (0, reference(deepseek_v3, by_two))
     assert stored_blocks(two_ranks) - before == 3
     assert (calls.so_far() - called)["Reserve"] == 1, "one of the two ranks stores"
+    wait_stored(shared_daemon)
     for engine in (two_ranks, one_rank):
         answer = engine.one(by_two)
         assert (answer.cached, answer.tokens) == (192, reference(deepseek_v3, by_two))
@@ -91,11 +104,13 @@ def test_grouped_heads_are_each_ranks_own(
     right = reference(llama, prompt)
     one_rank.replace(llama, transfer)
     assert one_rank.one(prompt).cached == 0
+    wait_stored(shared_daemon)
     two_ranks.replace(llama, transfer, tensor_parallel_size=2)
     before = stored_blocks(two_ranks)
     answer = two_ranks.one(prompt)
     assert (answer.cached, answer.tokens) == (0, right)
     assert stored_blocks(two_ranks) - before == 2 * 2, "both ranks store their own"
+    wait_stored(shared_daemon)
     for engine in (two_ranks, one_rank):
         answer = engine.one(prompt)
         assert (answer.cached, answer.tokens) == (256, right)

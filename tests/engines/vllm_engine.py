@@ -20,6 +20,7 @@ BLOCK_TOKENS = 64
 START_TIMEOUT_S = 200.0
 ANSWER_TIMEOUT_S = 100.0
 MAX_TOKENS = 12
+PATIENCE_MS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,11 @@ def llm_options(model: Path, **more: Any) -> dict[str, Any]:
 
 
 def connector(address: str, **extra: Any) -> dict[str, Any]:
-    """kv_transfer_config as README gives it; `extra` goes into kv_connector_extra_config."""
+    """kv_transfer_config as README gives it; `extra` goes into kv_connector_extra_config.
+
+    The deadline is far away: what is tested is not this machine's speed, and two ranks that spin
+    for each other keep a whole small machine from running anything else, for up to a second.
+    """
     return {
         "kv_connector": "KvtierConnector",
         "kv_connector_module_path": "engine_adapter.vllm",
@@ -104,6 +109,7 @@ def connector(address: str, **extra: Any) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "address": address,
             "block_tokens": BLOCK_TOKENS,
+            "acquire_timeout_ms": PATIENCE_MS,
             **extra,
         },
     }

@@ -18,6 +18,7 @@ def test_defaults() -> None:
     assert Settings().block_tokens == 64
     assert Settings().store_decode
     assert not Settings().async_load
+    assert Settings().acquire_timeout_ms == 200
 
 
 def test_every_setting_is_read() -> None:
@@ -29,8 +30,9 @@ def test_every_setting_is_read() -> None:
         "tenant": "red",
         "allowed_loss": "bounded",
         "kv_events": True,
+        "acquire_timeout_ms": 70,
     }
-    expected = Settings("unix:/run/k.sock", 128, False, True, "red", Loss.BOUNDED, True)
+    expected = Settings("unix:/run/k.sock", 128, False, True, "red", Loss.BOUNDED, True, 70)
     assert read_settings(values) == expected
 
 
@@ -53,6 +55,7 @@ def test_a_misspelt_key_is_answered_with_the_nearest(key: str, near: str) -> Non
         ("block_tokens", True),
         ("block_tokens", "64"),
         ("store_decode", "yes"),
+        ("acquire_timeout_ms", 0),
         ("async_load", 1),
         ("tenant", ["red"]),
         ("tenant", "r" * 257),
