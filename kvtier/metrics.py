@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 class Counters:
     """Totals since the daemon started.
 
-    Hit rates are defined at Acquire: requested = hit on host + hit on SSD + missed, in blocks.
+    Hit rates are counted once a prompt, at Acquire or at RecordHits: requested = hit on host + hit
+    on SSD + missed, in blocks.
     """
 
     acquires: int = 0

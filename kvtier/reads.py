@@ -1,6 +1,7 @@
 """Reads decides what a reader gets: hits, read leases, loads from the SSD, pins.
 
     lookup           the longest cached prefix, no side effect
+    record           what a prompt found that was looked up first
     acquire          -> pin what is in RAM, reserve extents for what is only on the SSD, LoadJobs
     loaded, late     <- the mover: the lease's ready count moves on, in the control page
     measured         <- the mover: how fast the SSD is, so that only what pays is loaded
@@ -88,11 +89,13 @@ class Reads:
         request_id: bytes = b"",
         allowed_loss: Loss = Loss.EXACT,
         prefill_tokens_per_s: float = 0.0,
+        recorded: bool = False,
     ) -> tuple[ReadLease | None, Refusal]:
         """Lease the longest cached prefix, shortened to what pays and has room; touch it; load it.
 
         What pays: blocks on the SSD are loaded only as far as that is predicted to be faster than
-        computing them at `prefill_tokens_per_s`; 0 for all of them.
+        computing them at `prefill_tokens_per_s`; 0 for all of them. `recorded`: record() has
+        counted the hits.
 
         Raises:
             LeaseState: the request id has a live lease on other hashes, or on lossier copies.
@@ -114,7 +117,10 @@ class Reads:
         copies, on_ssd = self._grant(prefix, now_s) if self._slots else ([], 0)
         if len(copies) < len(prefix) and refusal in (Refusal.NONE, Refusal.SLOW):
             refusal = Refusal.FULL
-        self._count_acquire(namespace, len(hashes), len(copies), on_ssd)
+        self._counters.acquires += 1
+        self._counters.logical_bytes += len(copies) * namespace.size_bytes
+        if not recorded:
+            self.record(namespace, len(copies) - on_ssd, on_ssd, len(hashes) - len(copies))
         if not copies:
             return None, refusal
         slot = self._slots.pop()
@@ -216,20 +222,17 @@ class Reads:
         host.unpin_all(copy for copy in resident if copy not in granted)
         return copies, on_ssd
 
-    def _count_acquire(
-        self, namespace: Namespace, requested: int, granted: int, on_ssd: int
-    ) -> None:
+    def record(self, namespace: Namespace, on_host: int, on_ssd: int, missed: int) -> None:
+        """A prompt asked for so many blocks, and this is where they were: the hit rate."""
         counters, tokens = self._counters, namespace.spec.block_tokens
-        counters.acquires += 1
-        counters.requested_blocks += requested
-        counters.requested_tokens += requested * tokens
-        counters.host_hit_blocks += granted - on_ssd
-        counters.host_hit_tokens += (granted - on_ssd) * tokens
+        counters.requested_blocks += on_host + on_ssd + missed
+        counters.requested_tokens += (on_host + on_ssd + missed) * tokens
+        counters.host_hit_blocks += on_host
+        counters.host_hit_tokens += on_host * tokens
         counters.ssd_hit_blocks += on_ssd
         counters.ssd_hit_tokens += on_ssd * tokens
-        counters.missed_blocks += requested - granted
-        counters.missed_tokens += (requested - granted) * tokens
-        counters.logical_bytes += granted * namespace.size_bytes
+        counters.missed_blocks += missed
+        counters.missed_tokens += missed * tokens
 
     # Loads
 

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 
 from engine_adapter.hicache.host_pages import HostPages, Parts
 from engine_adapter.hicache.namespaces import PoolNamespace
-from kvtier.client import Client
+from kvtier.client import Client, GetResult
 from kvtier.client.copies import copy_blocks
 from kvtier.codec.base import Bytes
 from kvtier.errors import InvalidRequest
-from kvtier.types import MAX_BLOCKS_PER_CALL, BlockHash, Loss, NamespaceSpec
+from kvtier.types import MAX_BLOCKS_PER_CALL, BlockHash, Loss, NamespaceSpec, Tier
 
 STORE_WAIT_S = 1.0
 """How long a store may wait for room: SGLang's backup thread has time, and offers a page once."""
@@ -65,17 +65,28 @@ class PageStore:
     def present(self, keys: Sequence[str], prefix: Sequence[str] | None) -> int:
         """Leading pages that are stored; nothing is leased or touched.
 
+        SGLang asks this once a prompt (and 128 pages), so it is what the daemon's hit rate counts.
+
         Args:
             keys: Consecutive pages.
             prefix: All pages before; None if that is not known.
         """
         hashes = [block_hash(key) for key in keys]
         before = [block_hash(key) for key in prefix or ()]
-        found = 0
+        found = on_ssd = 0
         if hashes and len(before) + len(hashes) <= MAX_BLOCKS_PER_CALL:
-            found = max(0, self._lookup(self.namespace.chained, [*before, *hashes]) - len(before))
-        while found < len(hashes) and self._lookup(self.namespace.single, [hashes[found]]):
+            chained = self._lookup(self.namespace.chained, [*before, *hashes])
+            found = max(0, chained.num_blocks - len(before))
+            on_ssd = min(found, chained.blocks_by_tier.get(Tier.SSD, 0))
+        while found < len(hashes):
+            single = self._lookup(self.namespace.single, [hashes[found]])
+            if not single.num_blocks:
+                break
             found += 1
+            on_ssd += single.blocks_by_tier.get(Tier.SSD, 0)
+        by_tier = {Tier.HOST: found - on_ssd, Tier.SSD: on_ssd}
+        if hashes:
+            self._client.record_hits(self.namespace.chained, by_tier, len(hashes) - found)
         return found
 
     def read(
@@ -129,10 +140,12 @@ class PageStore:
     def _has(self, before: Sequence[BlockHash]) -> bool:
         if len(before) >= MAX_BLOCKS_PER_CALL:
             return False
-        return not before or self._lookup(self.namespace.chained, before) == len(before)
+        if not before:
+            return True
+        return self._lookup(self.namespace.chained, before).num_blocks == len(before)
 
-    def _lookup(self, spec: NamespaceSpec, hashes: Sequence[BlockHash]) -> int:
-        return self._client.lookup(spec, hashes, allowed_loss=self._loss).num_blocks
+    def _lookup(self, spec: NamespaceSpec, hashes: Sequence[BlockHash]) -> GetResult:
+        return self._client.lookup(spec, hashes, allowed_loss=self._loss)
 
     def _read(
         self,
@@ -149,7 +162,9 @@ class PageStore:
                     parts = destinations[number]
                     copy_blocks(parts, _pieces(block, parts))
 
-        with self._client.acquire(spec, [*before, *hashes], allowed_loss=self._loss) as lease:
+        with self._client.acquire(
+            spec, [*before, *hashes], allowed_loss=self._loss, recorded=True
+        ) as lease:
             if lease.num_blocks <= skipped:
                 return 0
             return max(0, lease.read_with(take, lease.num_blocks) - skipped)

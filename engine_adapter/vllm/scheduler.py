@@ -87,6 +87,7 @@ class CachedRequest:
         offered: Leading blocks that were loaded, or given to the workers to store.
         loaded_pages: Where its blocks were loaded to.
         may_load: False once a load failed: it computes, instead of trying again and again.
+        recorded: True once the daemon's hit rate has it.
         may_store: False if its pages may hold what was not computed from its tokens.
         adapter_version: Of its adapter (AdapterDigests.version), when its chain was made.
     """
@@ -96,6 +97,7 @@ class CachedRequest:
         self.chain = chain
         self.adapter_version = adapter_version
         self.may_load = True
+        self.recorded = False
         self.restart()
         self._found = GetResult(0)
         self._found_key: tuple[int, float] | None = None
@@ -119,7 +121,10 @@ class CachedRequest:
         self._found_key = None
 
     def hits_by_tier(self, tokens: int, block_tokens: int) -> dict[Tier, int]:
-        """Loaded tokens by the tier that they were found on; slower tiers hold a prefix's tail."""
+        """Loaded tokens by the tier that they were found on; slower tiers hold a prefix's tail.
+
+        With 1 for block_tokens, the same in blocks.
+        """
         hits: dict[Tier, int] = {}
         left = tokens
         for tier in (Tier.SSD, Tier.HOST):
@@ -195,9 +200,11 @@ class SchedulerSide:
         blocks = min((request.num_tokens - 1) // size, MAX_BLOCKS_PER_CALL)
         if not self._loads or not cached.may_load or request.skip_reading_prefix_cache:
             return 0
-        if blocks <= local_tokens // size:
+        local = local_tokens // size
+        if blocks <= local:
             return 0
         found = cached.found(blocks, time.monotonic(), lambda: self._look_up(cached, blocks))
+        self._record(cached, blocks - local, max(0, found.num_blocks - local))
         return max(0, found.num_blocks * size - local_tokens)
 
     def allocated(self, request: Request, pages: Sequence[int], loaded_tokens: int) -> None:
@@ -457,3 +464,14 @@ class SchedulerSide:
             found.append(self._client.lookup(spec, hashes, allowed_loss=loss))
         self.counts.add("lookups")
         return min(found, key=lambda result: result.num_blocks)
+
+    def _record(self, cached: CachedRequest, requested: int, found: int) -> None:
+        """Tell the daemon's hit rate, once, what a request asks for beyond vLLM's own cache."""
+        if cached.recorded:
+            return
+        cached.recorded = True
+        assert self._spec is not None
+        by_tier = cached.hits_by_tier(found, 1)
+        for rank in range(self._geometry.shards):
+            spec = rank_namespace(self._spec, rank, self._geometry.shards)
+            self._client.record_hits(spec, by_tier, requested - found)

@@ -210,7 +210,7 @@ class WorkerSide:
                     layers.write_block(block, pages, skip)
 
         loss = self._settings.allowed_loss
-        with self._client.acquire(spec, load.hashes, allowed_loss=loss) as lease:
+        with self._client.acquire(spec, load.hashes, allowed_loss=loss, recorded=True) as lease:
             done = lease.read_with(take, len(load.hashes))
             loss = lease.loss if done else Loss.EXACT
             seconds = time.perf_counter() - started_s

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import grpc
@@ -184,7 +185,7 @@ class Client:
         *,
         allowed_loss: Loss = Loss.EXACT,
     ) -> GetResult:
-        """How much of a prompt is cached, by tier; nothing is leased, touched or loaded."""
+        """How much of a prompt is cached, by tier; nothing is leased, touched or counted."""
         with self._calls.failing_open():
             attachment, digest = self._namespace(spec)
             request = pb.LookupRequest(
@@ -200,6 +201,24 @@ class Client:
             return GetResult(answer.blocks, by_tier)
         return GetResult(0)
 
+    def record_hits(
+        self, spec: NamespaceSpec, blocks_by_tier: Mapping[Tier, int], missed_blocks: int
+    ) -> None:
+        """Tell the daemon's hit rate what a prompt asked for and found, once a prompt.
+
+        For engines that look up, and acquire only what is there. Does not wait for the answer.
+        """
+        with suppress(Missed):
+            attachment, digest = self._namespace(spec)
+            request = pb.RecordHitsRequest(
+                session_id=attachment.session_id,
+                namespace=digest,
+                host_blocks=blocks_by_tier.get(Tier.HOST, 0),
+                ssd_blocks=blocks_by_tier.get(Tier.SSD, 0),
+                missed_blocks=missed_blocks,
+            )
+            self._calls.send(attachment, attachment.stub.RecordHits, request)
+
     def acquire(
         self,
         spec: NamespaceSpec,
@@ -209,6 +228,7 @@ class Client:
         ttl_s: float = 0.0,
         allowed_loss: Loss = Loss.EXACT,
         prefill_tokens_per_s: float = 0.0,
+        recorded: bool = False,
     ) -> ReadLease:
         """Lease the longest cached prefix; its loads start.
 
@@ -220,6 +240,7 @@ class Client:
             allowed_loss: What the stored form may have lost.
             prefill_tokens_per_s: How fast the engine would compute what it does not get; what
                 loads slower than that is not granted. 0: unknown, all of it is.
+            recorded: record_hits() has said what came of this prompt.
         """
         if not hashes:
             return ReadLease(self._calls, None, pb.AcquireResponse())
@@ -233,6 +254,7 @@ class Client:
                 ttl_ms=round(ttl_s * 1000),
                 allowed_loss=allowed_loss.value,  # type: ignore[arg-type]
                 prefill_tokens_per_s=prefill_tokens_per_s,
+                recorded=recorded,
             )
             call = attachment.stub.Acquire
             answer = self._calls.call(attachment, call, request, self._acquire_timeout_s)

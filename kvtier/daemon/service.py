@@ -45,7 +45,13 @@ from kvtier.mover.mover import Mover
 from kvtier.mover.progress import Progress
 from kvtier.store import TieredStore
 from kvtier.tier.host import HostArena
-from kvtier.types import GROUP_BYTES, BlockHash, GroupId, NamespaceDigest
+from kvtier.types import (
+    GROUP_BYTES,
+    MAX_BLOCKS_PER_CALL,
+    BlockHash,
+    GroupId,
+    NamespaceDigest,
+)
 from kvtier.v1 import cache_pb2 as pb
 from kvtier.v1 import cache_pb2_grpc
 
@@ -242,6 +248,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             request_id=request.request_id,
             allowed_loss=loss_of("allowed_loss", request.allowed_loss),
             prefill_tokens_per_s=speed_of(request.prefill_tokens_per_s),
+            recorded=request.recorded,
         )
         self._pump()
         if lease is None:
@@ -258,6 +265,18 @@ class CacheService(cache_pb2_grpc.CacheServicer):
             reason=REASONS[refusal],
             loss=LOSSES[max(copy.loss for copy in lease.copies)],
         )
+
+    @typed_errors
+    async def RecordHits(
+        self, request: pb.RecordHitsRequest, context: Context
+    ) -> pb.RecordHitsResponse:
+        self._group(request.session_id)
+        namespace = self._namespace(request.namespace)
+        found = request.host_blocks, request.ssd_blocks, request.missed_blocks
+        if sum(found) > MAX_BLOCKS_PER_CALL:
+            raise InvalidRequest(f"blocks: {sum(found)} of one prompt, not {MAX_BLOCKS_PER_CALL}")
+        self._store.reads.record(namespace, *found)
+        return pb.RecordHitsResponse()
 
     @typed_errors
     async def Wait(self, request: pb.WaitRequest, context: Context) -> pb.WaitResponse:

@@ -295,10 +295,10 @@ _WEAR = {
 }
 _PLAIN = {
     "acquires": "Acquire calls.",
-    "requested_blocks": "Blocks asked for by Acquire: hits on all tiers plus misses.",
-    "requested_tokens": "Tokens asked for by Acquire.",
-    "missed_blocks": "Blocks asked for by Acquire and not granted.",
-    "missed_tokens": "Tokens asked for by Acquire and not granted.",
+    "requested_blocks": "Blocks that prompts asked for: hits on all tiers plus misses.",
+    "requested_tokens": "Tokens that prompts asked for.",
+    "missed_blocks": "Blocks that prompts asked for and did not find.",
+    "missed_tokens": "Tokens that prompts asked for and did not find.",
     "stored_blocks": "Blocks made visible by Commit.",
     "stored_bytes": "Bytes made visible by Commit.",
     "logical_bytes": "Bytes that requests' cached tokens would take, each request for itself: "

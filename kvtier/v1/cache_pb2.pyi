@@ -139,7 +139,7 @@ class LookupResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., host_blocks: _Optional[int] = ..., ssd_blocks: _Optional[int] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("session_id", "namespace", "hashes", "request_id", "ttl_ms", "allowed_loss", "prefill_tokens_per_s")
+    __slots__ = ("session_id", "namespace", "hashes", "request_id", "ttl_ms", "allowed_loss", "prefill_tokens_per_s", "recorded")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +147,7 @@ class AcquireRequest(_message.Message):
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     ALLOWED_LOSS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    RECORDED_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
     namespace: bytes
     hashes: bytes
@@ -154,7 +155,8 @@ class AcquireRequest(_message.Message):
     ttl_ms: int
     allowed_loss: Loss
     prefill_tokens_per_s: float
-    def __init__(self, session_id: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., request_id: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., allowed_loss: _Optional[_Union[Loss, str]] = ..., prefill_tokens_per_s: _Optional[float] = ...) -> None: ...
+    recorded: bool
+    def __init__(self, session_id: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., request_id: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ..., allowed_loss: _Optional[_Union[Loss, str]] = ..., prefill_tokens_per_s: _Optional[float] = ..., recorded: bool = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
     __slots__ = ("lease_id", "blocks", "ready_blocks", "ssd_blocks", "block_bytes", "offsets", "slot", "slot_generation", "reason", "loss")
@@ -179,6 +181,24 @@ class AcquireResponse(_message.Message):
     reason: Reason
     loss: Loss
     def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[int] = ..., ready_blocks: _Optional[int] = ..., ssd_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., slot: _Optional[int] = ..., slot_generation: _Optional[int] = ..., reason: _Optional[_Union[Reason, str]] = ..., loss: _Optional[_Union[Loss, str]] = ...) -> None: ...
+
+class RecordHitsRequest(_message.Message):
+    __slots__ = ("session_id", "namespace", "host_blocks", "ssd_blocks", "missed_blocks")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SSD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MISSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    namespace: bytes
+    host_blocks: int
+    ssd_blocks: int
+    missed_blocks: int
+    def __init__(self, session_id: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., host_blocks: _Optional[int] = ..., ssd_blocks: _Optional[int] = ..., missed_blocks: _Optional[int] = ...) -> None: ...
+
+class RecordHitsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class WaitRequest(_message.Message):
     __slots__ = ("session_id", "lease_id", "blocks", "timeout_ms")

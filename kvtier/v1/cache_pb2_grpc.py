@@ -54,6 +54,11 @@ class CacheStub(object):
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.AcquireRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_cache__pb2.AcquireResponse.FromString,
                 _registered_method=True)
+        self.RecordHits = channel.unary_unary(
+                '/kvtier.v1.Cache/RecordHits',
+                request_serializer=kvtier_dot_v1_dot_cache__pb2.RecordHitsRequest.SerializeToString,
+                response_deserializer=kvtier_dot_v1_dot_cache__pb2.RecordHitsResponse.FromString,
+                _registered_method=True)
         self.Wait = channel.unary_unary(
                 '/kvtier.v1.Cache/Wait',
                 request_serializer=kvtier_dot_v1_dot_cache__pb2.WaitRequest.SerializeToString,
@@ -161,6 +166,16 @@ class CacheServicer(object):
         than it computes; and never waits for another lease. Zero blocks is a miss and makes
         no lease. Idempotent: the same request_id of the same group answers the same live lease
         (FAILED_PRECONDITION if the hashes differ). Default deadline 50 ms.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RecordHits(self, request, context):
+        """What a prompt asked for and found, once a prompt, from an engine that looks up (as often as it
+        likes, uncounted) and acquires only what is there: the hit rate would know no misses. Its
+        Acquires say `recorded`. Default deadline 10 s, nobody waits for it.
+        INVALID_ARGUMENT: more blocks than one call may name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -301,6 +316,11 @@ def add_CacheServicer_to_server(servicer, server):
                     servicer.Acquire,
                     request_deserializer=kvtier_dot_v1_dot_cache__pb2.AcquireRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_cache__pb2.AcquireResponse.SerializeToString,
+            ),
+            'RecordHits': grpc.unary_unary_rpc_method_handler(
+                    servicer.RecordHits,
+                    request_deserializer=kvtier_dot_v1_dot_cache__pb2.RecordHitsRequest.FromString,
+                    response_serializer=kvtier_dot_v1_dot_cache__pb2.RecordHitsResponse.SerializeToString,
             ),
             'Wait': grpc.unary_unary_rpc_method_handler(
                     servicer.Wait,
@@ -476,6 +496,33 @@ class Cache(object):
             '/kvtier.v1.Cache/Acquire',
             kvtier_dot_v1_dot_cache__pb2.AcquireRequest.SerializeToString,
             kvtier_dot_v1_dot_cache__pb2.AcquireResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordHits(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtier.v1.Cache/RecordHits',
+            kvtier_dot_v1_dot_cache__pb2.RecordHitsRequest.SerializeToString,
+            kvtier_dot_v1_dot_cache__pb2.RecordHitsResponse.FromString,
             options,
             channel_credentials,
             insecure,

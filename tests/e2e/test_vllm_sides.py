@@ -120,6 +120,31 @@ def test_at_least_one_token_is_left_to_compute(
     assert engine.admit(request_of("d", 64)) == 0
 
 
+def test_the_daemon_knows_the_hit_rate(
+    daemon: DaemonProcess, connect: Connect, make_engine: MakeEngine
+) -> None:
+    """Counted once a request, misses too, without what vLLM's own cache has."""
+    client = connect(daemon)
+    engine = make_engine(client)
+    before = client.stats().counters
+
+    def counted() -> tuple[float, float, float]:
+        now = client.stats().counters
+        names = ("requested_blocks", "host_hit_blocks", "missed_blocks")
+        requested, hits, missed = (now[name] - before[name] for name in names)
+        return requested, hits, missed
+
+    first = request_of("a", 200)
+    engine.prefill(first)
+    eventually(lambda: counted() == (3, 0, 3), "a cold prompt is all misses")
+    has_blocks(client, engine, first, 3)
+    longer = request_of("b", 300)
+    for _ in range(100):
+        engine.scheduler.matched_tokens(longer, 96)
+    assert engine.prefill(longer, local_tokens=96) == 96
+    eventually(lambda: counted() == (6, 2, 4), "one of four blocks is vLLM's own, two are hit")
+
+
 def test_lookups_hold_nothing_and_do_not_hammer_the_daemon(
     daemon: DaemonProcess, connect: Connect, make_engine: MakeEngine
 ) -> None:

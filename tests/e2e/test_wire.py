@@ -108,6 +108,37 @@ def calls(session_id: bytes, namespace: bytes, hashes: bytes) -> dict[str, Any]:
     }
 
 
+def test_hits_are_recorded_within_a_bound(raw: Raw) -> None:
+    """So that one call can't make the counters overflow; a stranger can't touch them."""
+
+    def record(*blocks: int, session: bytes = raw.session_id, of: bytes = b"") -> None:
+        host, ssd, missed = blocks
+        request = pb.RecordHitsRequest(
+            session_id=session,
+            namespace=of or namespace_digest(SPEC),
+            host_blocks=host,
+            ssd_blocks=ssd,
+            missed_blocks=missed,
+        )
+        raw.stub.RecordHits(request)
+
+    before = raw.stub.Stats(pb.StatsRequest()).counters
+    record(1, 2, 3)
+    record(0, 0, MAX_BLOCKS_PER_CALL)
+    for blocks in ((MAX_BLOCKS_PER_CALL, 0, 1), (2**32 - 1, 2**32 - 1, 2**32 - 1)):
+        with refused(INVALID, "blocks"):
+            record(*blocks)
+    with refused(UNAUTHENTICATED, "session"):
+        record(1, 1, 1, session=STRANGER)
+    with refused(NOT_FOUND, "namespace"):
+        record(1, 1, 1, of=b"n" * 32)
+    after = raw.stub.Stats(pb.StatsRequest()).counters
+    grown = {name: after[name] - before[name] for name in after}
+    assert (grown["host_hit_blocks"], grown["ssd_hit_blocks"]) == (1, 2)
+    assert grown["missed_blocks"] == 3 + MAX_BLOCKS_PER_CALL
+    assert grown["requested_blocks"] == 6 + MAX_BLOCKS_PER_CALL
+
+
 RPCS = list(calls(b"", b"", b""))
 
 

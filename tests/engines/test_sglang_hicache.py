@@ -176,6 +176,30 @@ def test_what_is_set_is_got_byte_for_byte(start_backend: Start, name: str) -> No
     assert same(pages_of(other, ALL), before)  # Nothing else was touched.
 
 
+@pytest.mark.parametrize("told", [True, False], ids=["chained", "single"])
+def test_the_daemon_counts_what_sglang_asked_for(
+    start_backend: Start, daemon: DaemonProcess, told: bool
+) -> None:
+    """User report 33: three of eight pages are there; the rate says so, also after a load."""
+    pool = mla_pool("page_first")
+    backend, keys = start_backend(pool), page_hashes(TOKENS)
+    fill_randomly(pool, 1)
+    first = ALL[: 3 * PAGE_TOKENS]
+    prefix = ROOT if told else None
+    assert all(backend.batch_set_v1(keys[:3], first, prefix))
+    with Client(daemon.address, acquire_timeout_s=5.0, raise_errors=True) as client:
+        before = client.stats().counters
+        assert backend.batch_exists(keys, prefix) == 3
+        assert backend.batch_get_v1(keys[:3], first, prefix) == [True] * 3
+
+        def rate() -> tuple[float, float]:
+            now = client.stats().counters
+            hits = now["host_hit_blocks"] - before["host_hit_blocks"]
+            return hits, now["requested_blocks"] - before["requested_blocks"]
+
+        eventually(lambda: rate() == (3, PAGES), "three pages of eight")
+
+
 @pytest.mark.parametrize("name", POOLS)
 def test_both_interfaces_have_the_same_pages(start_backend: Start, name: str) -> None:
     make_pool, layout, is_mla = POOLS[name]

@@ -89,6 +89,23 @@ def test_a_fresh_process_hits(
     assert metrics.grown["external_prefix_cache_hits"] == 192
 
 
+def test_the_daemon_counts_what_vllm_asked_for(
+    first: EngineProcess, second: EngineProcess, client: Client, text: Text
+) -> None:
+    """User report 33, with an engine: a prompt that misses and hits once is a rate of 50 %."""
+    prompt = text(10_000, 200)
+    before = client.stats().counters
+    assert first.one(prompt).cached == 0
+    assert second.one(prompt).cached == 192
+
+    def rate() -> tuple[float, float]:
+        now = client.stats().counters
+        hits = now["host_hit_blocks"] - before["host_hit_blocks"]
+        return hits, now["requested_blocks"] - before["requested_blocks"]
+
+    eventually(lambda: rate() == (3, 6), "three of six blocks")
+
+
 def test_a_longer_prompt_on_the_same_prefix(
     first: EngineProcess, second: EngineProcess, reference: Reference, text: Text
 ) -> None:

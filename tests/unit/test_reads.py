@@ -374,3 +374,26 @@ def test_the_hit_rate_of_a_known_trace_is_exact() -> None:
     tokens = counters.host_hit_tokens + counters.ssd_hit_tokens + counters.missed_tokens
     assert counters.requested_tokens == tokens == 40
     assert counters.acquires == 10
+
+
+def test_an_engine_that_looks_up_first_is_counted_once() -> None:
+    """Its look-ups say nothing, and its acquires only what is there; it says what it asked for."""
+    world = world_of(8)
+    namespace = world.open(SPEC)
+    hashes = chain(namespace, [1, 2, 3, 4])
+    world.put(namespace, hashes[:3])
+    reads, counters = world.store.reads, world.store.counters
+    before = counters.requested_blocks
+    for _ in range(5):
+        assert reads.lookup(namespace, hashes).host_blocks == 3
+    assert counters.requested_blocks == before
+    reads.record(namespace, 2, 1, 1)
+    lease, _ = reads.acquire(namespace, hashes[:3], group=ALICE, now_s=world.now_s, recorded=True)
+    assert lease is not None
+    assert counters.requested_blocks - before == 4
+    assert (counters.host_hit_blocks, counters.ssd_hit_blocks) == (2, 1)
+    tokens = SPEC.block_tokens
+    assert (counters.host_hit_tokens, counters.ssd_hit_tokens) == (2 * tokens, tokens)
+    assert counters.requested_tokens == counters.requested_blocks * tokens
+    assert counters.missed_blocks == counters.requested_blocks - 3
+    assert counters.missed_tokens == counters.missed_blocks * tokens
