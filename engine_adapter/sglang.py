@@ -42,7 +42,7 @@ from engine_adapter.hicache.namespaces import (
 )
 from engine_adapter.hicache.page_store import PageStore, drop_pages
 from engine_adapter.hicache.settings import parse_extra_config
-from kvtier.client import Client, Missed
+from kvtier.client import Client, GetResult, Missed
 from kvtier.errors import ConfigError, InvalidRequest, KvtierError
 from kvtier.types import Loss
 
@@ -156,9 +156,9 @@ class KvtierHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang has no types
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
         """How many leading pages of `keys` are stored."""
-        # Without interface_v1 SGLang tells no prefix when it gets: count what it can get then.
-        prefix = _prefix(extra_info) if self._settings.zero_copy else None
-        return self._present(self._kv(), keys, prefix)
+        found = self._present(self._kv(), keys, self._known_prefix(extra_info))
+        self._record(found, found.num_blocks, len(keys))
+        return found.num_blocks
 
     def batch_get_v1(
         self,
@@ -200,15 +200,17 @@ class KvtierHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang has no types
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         """How many leading pages are stored in all pools: one with a part missing is no page."""
-        hits = {PoolName.KV: self.batch_exists(keys, extra_info)}
+        kv = self._present(self._kv(), keys, self._known_prefix(extra_info))
+        hits = {PoolName.KV: kv.num_blocks}
         for transfer in pool_transfers or ():
             store = self._sidecar(transfer)
             usable = min(hits.values())
             found = 0
             if store is not None and usable:
-                found = self._present(store, keys[:usable], _prefix(extra_info))
+                found = self._present(store, keys[:usable], _prefix(extra_info)).num_blocks
             hits[transfer.name] = found
         usable = min(hits.values())
+        self._record(kv, usable, len(keys))
         return PoolTransferResult(
             usable,
             {name: found for name, found in hits.items() if found},
@@ -300,7 +302,7 @@ class KvtierHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang has no types
 
     def exists(self, key: str) -> bool:
         """Whether this page is stored, and get() would find it."""
-        return self._present(self._kv(), [key], None) == 1
+        return self._present(self._kv(), [key], None).num_blocks == 1
 
     # Administration
 
@@ -376,8 +378,19 @@ class KvtierHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang has no types
         )
         return False
 
-    def _present(self, store: PageStore, keys: Sequence[str], prefix: Sequence[str] | None) -> int:
-        return store.present(keys, prefix) if self._identified() else 0
+    def _present(
+        self, store: PageStore, keys: Sequence[str], prefix: Sequence[str] | None
+    ) -> GetResult:
+        return store.present(keys, prefix) if self._identified() else GetResult(0, answered=False)
+
+    def _known_prefix(self, extra_info: HiCacheStorageExtraInfo | None) -> list[str] | None:
+        """Without interface_v1 SGLang tells no prefix when it gets: count what it can get then."""
+        return _prefix(extra_info) if self._settings.zero_copy else None
+
+    def _record(self, found: GetResult, usable: int, asked: int) -> None:
+        """Tell the daemon's hit rate; of equal ranks one does."""
+        if self._writes(self._kv()):
+            self._kv().record(found, usable, asked)
 
     def _get(
         self,

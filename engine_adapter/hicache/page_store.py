@@ -62,10 +62,8 @@ class PageStore:
         self._client = client
         self._loss = allowed_loss
 
-    def present(self, keys: Sequence[str], prefix: Sequence[str] | None) -> int:
-        """Leading pages that are stored; nothing is leased or touched.
-
-        SGLang asks this once a prompt (and 128 pages), so it is what the daemon's hit rate counts.
+    def present(self, keys: Sequence[str], prefix: Sequence[str] | None) -> GetResult:
+        """Leading pages that are stored; nothing is leased, touched or counted.
 
         Args:
             keys: Consecutive pages.
@@ -74,20 +72,34 @@ class PageStore:
         hashes = [block_hash(key) for key in keys]
         before = [block_hash(key) for key in prefix or ()]
         found = on_ssd = 0
+        answered = True
         if hashes and len(before) + len(hashes) <= MAX_BLOCKS_PER_CALL:
             chained = self._lookup(self.namespace.chained, [*before, *hashes])
             found = max(0, chained.num_blocks - len(before))
             on_ssd = min(found, chained.blocks_by_tier.get(Tier.SSD, 0))
+            answered = chained.answered
         while found < len(hashes):
             single = self._lookup(self.namespace.single, [hashes[found]])
             if not single.num_blocks:
+                answered &= single.answered
                 break
             found += 1
             on_ssd += single.blocks_by_tier.get(Tier.SSD, 0)
         by_tier = {Tier.HOST: found - on_ssd, Tier.SSD: on_ssd}
-        if hashes:
-            self._client.record_hits(self.namespace.chained, by_tier, len(hashes) - found)
-        return found
+        return GetResult(found, by_tier, answered=answered)
+
+    def record(self, found: GetResult, usable: int, asked: int) -> None:
+        """Tell the daemon's hit rate what SGLang asked for.
+
+        Args:
+            found: What present() said.
+            usable: As many of these pages SGLang can use.
+            asked: Pages in all.
+        """
+        if asked and found.answered:
+            on_host = min(usable, found.blocks_by_tier.get(Tier.HOST, 0))
+            by_tier = {Tier.HOST: on_host, Tier.SSD: usable - on_host}
+            self._client.record_hits(self.namespace.chained, by_tier, asked - usable)
 
     def read(
         self, keys: Sequence[str], prefix: Sequence[str] | None, destinations: Sequence[Parts]

@@ -50,7 +50,7 @@ class HiCacheSettings:
         allowed_loss: What stored forms of MLA pages may lose; other pages are always exact.
         model_path: The checkpoint, if it is another than the one SGLang was started with.
         weights_revision: Names the weights, in place of the checkpoint's content.
-        acquire_timeout_ms: How long a look-up may take before it is a miss.
+        acquire_timeout_ms: How long a look-up or a lease may take before it is a miss.
         zero_copy: SGLang will call batch_get_v1 and batch_set_v1 (interface_v1).
     """
 

@@ -87,6 +87,8 @@ class CachedRequest:
         offered: Leading blocks that were loaded, or given to the workers to store.
         loaded_pages: Where its blocks were loaded to.
         may_load: False once a load failed: it computes, instead of trying again and again.
+        asked: Blocks that it last asked kvtier for, and how many of them were there; None if it
+            asked for none, or got no answer.
         recorded: True once the daemon's hit rate has it.
         may_store: False if its pages may hold what was not computed from its tokens.
         adapter_version: Of its adapter (AdapterDigests.version), when its chain was made.
@@ -108,6 +110,7 @@ class CachedRequest:
         self.offered = 0
         self.loaded_pages: frozenset[int] = frozenset()
         self.may_store = True
+        self.asked: tuple[int, int] | None = None
 
     def found(self, blocks: int, now_s: float, look_up: Callable[[], GetResult]) -> GetResult:
         """What is cached of its first `blocks` blocks, asked anew when that is LOOKUP_AGE_S old."""
@@ -204,7 +207,8 @@ class SchedulerSide:
         if blocks <= local:
             return 0
         found = cached.found(blocks, time.monotonic(), lambda: self._look_up(cached, blocks))
-        self._record(cached, blocks - local, max(0, found.num_blocks - local))
+        if found.answered:
+            cached.asked = blocks - local, max(0, found.num_blocks - local)
         return max(0, found.num_blocks * size - local_tokens)
 
     def allocated(self, request: Request, pages: Sequence[int], loaded_tokens: int) -> None:
@@ -219,6 +223,7 @@ class SchedulerSide:
         if cached is None:
             return
         cached.forget_found()
+        self._record(cached)
         if not loaded_tokens:
             return
         size, page_tokens = self._settings.block_tokens, self._geometry.page_tokens
@@ -465,12 +470,15 @@ class SchedulerSide:
         self.counts.add("lookups")
         return min(found, key=lambda result: result.num_blocks)
 
-    def _record(self, cached: CachedRequest, requested: int, found: int) -> None:
-        """Tell the daemon's hit rate, once, what a request asks for beyond vLLM's own cache."""
-        if cached.recorded:
+    def _record(self, cached: CachedRequest) -> None:
+        """Tell the daemon's hit rate, once, what a request asked for beyond vLLM's own cache.
+
+        When it is admitted, as vLLM counts: look-ups of one that waits, or never runs, don't.
+        """
+        if cached.recorded or cached.asked is None or self._spec is None:
             return
         cached.recorded = True
-        assert self._spec is not None
+        requested, found = cached.asked
         by_tier = cached.hits_by_tier(found, 1)
         for rank in range(self._geometry.shards):
             spec = rank_namespace(self._spec, rank, self._geometry.shards)

@@ -161,6 +161,21 @@ class Calls:
             raise Missed(MissReason.NO_SESSION, str(error)) from error
         answer.add_done_callback(note)
 
+    def tell(self, attachment: Attachment, method: Any, request: Any) -> None:
+        """One rpc that may get lost: nobody waits for it, and it is not sent again.
+
+        Raises:
+            Missed: the breaker is open, or the session is over.
+        """
+        self._check(attachment)
+        try:
+            with gate:
+                answer = method.future(request, timeout=SEND_TIMEOUT_S)
+        except ValueError as error:  # The channel was closed meanwhile.
+            raise Missed(MissReason.NO_SESSION, str(error)) from error
+        # Keeps it: gRPC cancels a call whose future is forgotten.
+        answer.add_done_callback(lambda _done: None)
+
     def _call(self, attachment: Attachment, send: Callable[[], Response]) -> Response:
         self._check(attachment)
         try:

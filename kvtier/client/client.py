@@ -33,12 +33,23 @@ from kvtier.client.leases import WAIT_SLICE_S, ReadLease, WriteLease, abort_requ
 from kvtier.codec.base import Bytes
 from kvtier.errors import KvtierError
 from kvtier.hashing import canonical_spec, namespace_digest
-from kvtier.types import GROUP_BYTES, BlockHash, GroupId, Loss, MissReason, NamespaceSpec, Tier
+from kvtier.types import (
+    GROUP_BYTES,
+    MAX_BLOCKS_PER_CALL,
+    BlockHash,
+    GroupId,
+    Loss,
+    MissReason,
+    NamespaceSpec,
+    Tier,
+)
 from kvtier.v1 import cache_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 ACQUIRE_TIMEOUT_S = 0.05
+RESERVE_TIMEOUT_S = 0.1
+DROP_TIMEOUT_S = 5.0
 RETRY_FIRST_S = 0.05
 RETRY_LONGEST_S = 1.0
 _NO_BLOCKS = {
@@ -57,11 +68,13 @@ class GetResult:
         blocks_by_tier: The same blocks by the tier they were found on.
         loss: What some of them may have lost. What is computed behind them has lost as much: say so
             when storing it.
+        answered: False if the daemon did not say; there may be more.
     """
 
     num_blocks: int
     blocks_by_tier: Mapping[Tier, int] = field(default_factory=dict)
     loss: Loss = Loss.EXACT
+    answered: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +112,8 @@ class Client:
             name: For the daemon's log.
             shared_memory: False streams all bytes, as a client on another host has to.
             raise_errors: Raise Missed where a call fails, instead of counting a miss.
-            acquire_timeout_s: Deadline of Acquire and Lookup. Reserve has twice as long: nobody
-                waits for a first token then. What is rare has at least CALL_TIMEOUT_S.
+            acquire_timeout_s: Deadline of Acquire and Lookup. Reserve has at least
+                RESERVE_TIMEOUT_S, and what is rare CALL_TIMEOUT_S.
 
         Raises:
             ConfigError: the address does not parse.
@@ -199,25 +212,27 @@ class Client:
             )
             by_tier = {Tier.HOST: answer.host_blocks, Tier.SSD: answer.ssd_blocks}
             return GetResult(answer.blocks, by_tier)
-        return GetResult(0)
+        return GetResult(0, answered=False)
 
     def record_hits(
         self, spec: NamespaceSpec, blocks_by_tier: Mapping[Tier, int], missed_blocks: int
     ) -> None:
         """Tell the daemon's hit rate what a prompt asked for and found, once a prompt.
 
-        For engines that look up, and acquire only what is there. Does not wait for the answer.
+        For engines that look up, and acquire only what is there. Does not wait for the answer, and
+        what gets lost stays uncounted. Of very long prompts the first MAX_BLOCKS_PER_CALL count.
         """
         with suppress(Missed):
             attachment, digest = self._namespace(spec)
+            most = MAX_BLOCKS_PER_CALL - sum(blocks_by_tier.values())
             request = pb.RecordHitsRequest(
                 session_id=attachment.session_id,
                 namespace=digest,
                 host_blocks=blocks_by_tier.get(Tier.HOST, 0),
                 ssd_blocks=blocks_by_tier.get(Tier.SSD, 0),
-                missed_blocks=missed_blocks,
+                missed_blocks=max(0, min(missed_blocks, most)),
             )
-            self._calls.send(attachment, attachment.stub.RecordHits, request)
+            self._calls.tell(attachment, attachment.stub.RecordHits, request)
 
     def acquire(
         self,
@@ -331,7 +346,7 @@ class Client:
                 attachment,
                 attachment.stub.Reserve,
                 request,
-                2 * self._acquire_timeout_s + wait_s,
+                max(RESERVE_TIMEOUT_S, self._acquire_timeout_s) + wait_s,
                 on_late=lambda late: attachment.settle_later(
                     attachment.stub.Abort, abort_request(attachment, late)
                 ),
@@ -472,7 +487,10 @@ class Client:
                 whole_namespace=whole_namespace,
             )
             answer = self._calls.call(
-                attachment, attachment.stub.Drop, request, 5 * self._calls.timeout_s
+                attachment,
+                attachment.stub.Drop,
+                request,
+                max(DROP_TIMEOUT_S, self._calls.timeout_s),
             )
             return DropResult(answer.dropped_blocks, confirmed=True)
         return DropResult(0, confirmed=False)

@@ -185,13 +185,13 @@ class StoreCollector(Collector):
         counters = self._store.counters
         yield _by_tier(
             "kvtier_hit_blocks",
-            "Blocks granted by Acquire, by the tier they were found on.",
+            "Blocks that prompts asked for and found, by tier.",
             host=counters.host_hit_blocks,
             ssd=counters.ssd_hit_blocks,
         )
         yield _by_tier(
             "kvtier_hit_tokens",
-            "Tokens granted by Acquire, by the tier they were found on.",
+            "Tokens that prompts asked for and found, by tier.",
             host=counters.host_hit_tokens,
             ssd=counters.ssd_hit_tokens,
         )

@@ -191,7 +191,7 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """End a read lease. Releasing twice is harmless. Default deadline 1 s.
+        """End a read lease. Releasing twice is harmless. Default deadline 10 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -203,7 +203,7 @@ class CacheServicer(object):
         much as fits; reason says why it is shorter. Only the process of this session may write through
         shared memory: its lock says for how long an ended lease's extents can't be reused. A first block has an empty parent; any other
         parent must be present (reason ORPHAN otherwise: nobody could find the blocks).
-        Default deadline 100 ms, of which the daemon may wait wait_ms for a demotion.
+        Default deadline 100 ms, and wait_ms if the daemon may wait for a demotion.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -230,7 +230,7 @@ class CacheServicer(object):
 
     def Finish(self, request, context):
         """A request is over: touch its chain, from the tail block up to the first, in every tier.
-        An unknown tail is harmless. Default deadline 1 s.
+        An unknown tail is harmless. Default deadline 10 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -141,8 +141,16 @@ def test_the_daemon_knows_the_hit_rate(
     longer = request_of("b", 300)
     for _ in range(100):
         engine.scheduler.matched_tokens(longer, 96)
+    aborted = request_of("c", 500)
+    assert engine.scheduler.matched_tokens(aborted, 0) == 192
+    engine.scheduler.finished(aborted)
     assert engine.prefill(longer, local_tokens=96) == 96
     eventually(lambda: counted() == (6, 2, 4), "one of four blocks is vLLM's own, two are hit")
+    engine.scheduler.matched_tokens(longer, 0)  # It was preempted, and is admitted again.
+    engine.scheduler.allocated(longer, longer.pages, 0)
+    later = request_of("d", 64 + 1, first=900)
+    engine.prefill(later)
+    eventually(lambda: counted() == (7, 2, 5), "and nothing twice, nor what never ran")
 
 
 def test_lookups_hold_nothing_and_do_not_hammer_the_daemon(

@@ -198,6 +198,11 @@ def test_the_daemon_counts_what_sglang_asked_for(
             return hits, now["requested_blocks"] - before["requested_blocks"]
 
         eventually(lambda: rate() == (3, PAGES), "three pages of eight")
+        assert not backend.exists(keys[-1])
+        transfers = [PoolTransfer(PoolName.INDEXER)]
+        usable = backend.batch_exists_v2(keys, transfers, prefix).kv_hit_pages
+        assert usable == 0, "a page with a part missing is no page"
+        eventually(lambda: rate() == (3, 2 * PAGES), "a pool beside it is not asked for by itself")
 
 
 @pytest.mark.parametrize("name", POOLS)
