@@ -25,6 +25,8 @@ GROUP_BYTES = 16
 DEFAULT_BLOCK_TOKENS = 64
 MAX_BLOCKS_PER_CALL = 16_384
 """Hashes one request may carry: 1 M tokens in 64-token blocks, 512 KiB on the wire."""
+MAX_ACQUIRE_TIMEOUT_MS = 60_000
+"""No engine waits longer for a first token, and gRPC raises where a deadline overflows."""
 
 DTYPE_BYTES = {
     "float32": 4,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvtier.errors import ConfigError
-from kvtier.types import Loss
+from kvtier.types import MAX_ACQUIRE_TIMEOUT_MS, Loss
 
 T = TypeVar("T", str, int)
 
@@ -79,8 +79,10 @@ def parse_extra_config(extra: Mapping[str, object]) -> HiCacheSettings:
                 f"the nearest valid one is {nearest!r}"
             )
     timeout_ms = _typed(extra, "acquire_timeout_ms", int)
-    if timeout_ms is not None and timeout_ms <= 0:
-        raise ConfigError(f"kvtier: acquire_timeout_ms={timeout_ms} must be positive")
+    if timeout_ms is not None and not 0 < timeout_ms <= MAX_ACQUIRE_TIMEOUT_MS:
+        raise ConfigError(
+            f"kvtier: acquire_timeout_ms must be positive, {MAX_ACQUIRE_TIMEOUT_MS} at most"
+        )
     loss = _typed(extra, "allowed_loss", str) or "exact"
     if loss not in LOSSES:
         raise ConfigError(f"kvtier: allowed_loss={loss!r} must be one of {', '.join(LOSSES)}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvtier.addresses import parse_address
 from kvtier.errors import ConfigError
-from kvtier.types import DEFAULT_BLOCK_TOKENS, Loss
+from kvtier.types import DEFAULT_BLOCK_TOKENS, MAX_ACQUIRE_TIMEOUT_MS, Loss
 
 MAX_TENANT_BYTES = 256
 """In UTF-8; a tenant is a name, and it travels with every namespace."""
@@ -39,7 +39,7 @@ class Settings:
         kv_events: Tell the tokens of every block that kvtier took, among vLLM's own KV events
             (--kv-events-config). The daemon's events name blocks by hash only.
         acquire_timeout_ms: How long a look-up or a lease may take before it is a miss. A daemon
-            that hangs costs this once (client/calls.py), not once a request.
+            that hangs costs this now and then (client/calls.py), not once a request.
     """
 
     address: str | None = None
@@ -76,7 +76,7 @@ def read_settings(values: Mapping[str, object]) -> Settings:
         tenant=_tenant(values),
         allowed_loss=_loss(values, "allowed_loss"),
         kv_events=_flag(values, "kv_events", default.kv_events),
-        acquire_timeout_ms=_positive(values, "acquire_timeout_ms", default.acquire_timeout_ms),
+        acquire_timeout_ms=_acquire_timeout_ms(values),
     )
     if settings.address is not None:
         parse_address(settings.address)
@@ -111,6 +111,15 @@ def _positive(values: Mapping[str, object], key: str, default: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise _fail(key, "an integer of at least 1", value)
     return value
+
+
+def _acquire_timeout_ms(values: Mapping[str, object]) -> int:
+    timeout_ms = _positive(values, "acquire_timeout_ms", ACQUIRE_TIMEOUT_MS)
+    if timeout_ms > MAX_ACQUIRE_TIMEOUT_MS:
+        raise ConfigError(
+            f"kv_connector_extra_config: acquire_timeout_ms: {MAX_ACQUIRE_TIMEOUT_MS} at most"
+        )
+    return timeout_ms
 
 
 def _flag(values: Mapping[str, object], key: str, default: bool) -> bool:

@@ -31,10 +31,11 @@ from kvtier.client.attachment import Attachment, join_hashes
 from kvtier.client.calls import CALL_TIMEOUT_S, Calls, Missed
 from kvtier.client.leases import WAIT_SLICE_S, ReadLease, WriteLease, abort_request
 from kvtier.codec.base import Bytes
-from kvtier.errors import KvtierError
+from kvtier.errors import ConfigError, KvtierError
 from kvtier.hashing import canonical_spec, namespace_digest
 from kvtier.types import (
     GROUP_BYTES,
+    MAX_ACQUIRE_TIMEOUT_MS,
     MAX_BLOCKS_PER_CALL,
     BlockHash,
     GroupId,
@@ -61,14 +62,14 @@ _NO_BLOCKS = {
 
 @dataclass(frozen=True, slots=True)
 class GetResult:
-    """Answer to get().
+    """Answer to get() and lookup().
 
     Attributes:
         num_blocks: Leading destinations that hold their blocks.
         blocks_by_tier: The same blocks by the tier they were found on.
         loss: What some of them may have lost. What is computed behind them has lost as much: say so
             when storing it.
-        answered: False if the daemon did not say; there may be more.
+        answered: False if lookup() got no answer; then there may be more.
     """
 
     num_blocks: int
@@ -112,12 +113,17 @@ class Client:
             name: For the daemon's log.
             shared_memory: False streams all bytes, as a client on another host has to.
             raise_errors: Raise Missed where a call fails, instead of counting a miss.
-            acquire_timeout_s: Deadline of Acquire and Lookup. Reserve has at least
-                RESERVE_TIMEOUT_S, and what is rare CALL_TIMEOUT_S.
+            acquire_timeout_s: Deadline of Acquire and Lookup, MAX_ACQUIRE_TIMEOUT_MS at most.
+                Reserve has at least RESERVE_TIMEOUT_S, and what is rare CALL_TIMEOUT_S.
 
         Raises:
-            ConfigError: the address does not parse.
+            ConfigError: the address does not parse, or the deadline is out of range.
         """
+        if not 0 < acquire_timeout_s <= MAX_ACQUIRE_TIMEOUT_MS / 1000:
+            raise ConfigError(
+                f"acquire_timeout_s={acquire_timeout_s}: must be more than 0, and at most"
+                f" {MAX_ACQUIRE_TIMEOUT_MS // 1000} seconds"
+            )
         self.group = owner_group or GroupId(secrets.token_bytes(GROUP_BYTES))
         self._target = parse_address(address or find_address()).target
         self._name = name or f"pid {os.getpid()}"

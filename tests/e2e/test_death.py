@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvtier.client import Client
+from kvtier.errors import ConfigError
 from kvtier.process import DaemonProcess
 from kvtier.types import MissReason
 from tests.e2e.conftest import Connect, StartDaemon
@@ -370,6 +371,13 @@ def test_a_dead_daemon_is_a_miss_at_once(daemon: DaemonProcess, connect: Connect
     assert client.misses[MissReason.TIMEOUT] == 0
     daemon.start()
     assert client.wait_attached(20.0)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, 60.1, 1e20, float("inf"), float("nan")])
+def test_a_deadline_that_grpc_would_raise_at_is_refused(timeout_s: float) -> None:
+    """Before a call of the engine's meets it."""
+    with pytest.raises(ConfigError, match="at most 60 seconds"):
+        Client("unix:/nowhere", acquire_timeout_s=timeout_s)
 
 
 def test_a_client_that_was_there_first(start_daemon: StartDaemon, tmp_path: Path) -> None:

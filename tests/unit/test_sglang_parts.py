@@ -55,6 +55,8 @@ def test_every_setting_arrives() -> None:
         ({"tenant": None}, "tenant=None"),
         ({"acquire_timeout_ms": True}, "of type int"),
         ({"acquire_timeout_ms": -1}, "positive"),
+        ({"acquire_timeout_ms": 60_001}, "60000 at most"),
+        ({"acquire_timeout_ms": 10**400}, "60000 at most"),
         ({"address": ""}, "address is empty"),
         ({"allowed_loss": "lossy"}, "exact, bounded"),
         ({"tenant": "t" * 257}, "257 bytes"),

@@ -56,6 +56,8 @@ def test_a_misspelt_key_is_answered_with_the_nearest(key: str, near: str) -> Non
         ("block_tokens", "64"),
         ("store_decode", "yes"),
         ("acquire_timeout_ms", 0),
+        ("acquire_timeout_ms", 60_001),
+        ("acquire_timeout_ms", 10**400),
         ("async_load", 1),
         ("tenant", ["red"]),
         ("tenant", "r" * 257),
